@@ -1,0 +1,141 @@
+"""The two pillars stand apart, imports stay light, files stay short, and no machine is named."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "zerolab"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# room -> what it never imports, not even inside a function
+FORBIDDEN = {
+    "theory": {"torch", "zerolab.practice", "zerolab.course"},
+    "practice": {"zerolab.theory", "zerolab.course"},
+}
+LINE_BUDGETS = {("theory",): 1500, ("theory", "practice"): 3500, ("course",): 2500}
+LONGEST_FILE = 400
+
+
+def imported(source: str, package: str) -> set[str]:
+    """Absolute names of all that a module of `package` imports, wherever the import stands."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = parts[: len(parts) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("import_module", "importlib.import_module", "__import__")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            names.add(str(node.args[0].value))
+    return names
+
+
+def breaches(source: str, package: str, forbidden: set[str]) -> set[str]:
+    return {
+        name
+        for name in imported(source, package)
+        if any(name == wall or name.startswith(wall + ".") for wall in forbidden)
+    }
+
+
+def package_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).parent.parts)
+
+
+def lines(*rooms: str) -> int:
+    files = [path for path in FILES if path.relative_to(PACKAGE).parts[0] in rooms]
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_the_pillars_never_import_one_another(room):
+    files = sorted((PACKAGE / room).rglob("*.py"))
+    assert files
+    found = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in breaches(path.read_text(), package_of(path), FORBIDDEN[room])
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist",
+        "from torch import nn",
+        "from zerolab.practice.meter import Meter",
+        "from zerolab import practice",
+        "from ..practice import meter",
+        "from .. import practice",
+        "def late():\n    import zerolab.course.plots",
+        "import importlib\nimportlib.import_module('zerolab.practice.world')",
+    ],
+)
+def test_every_way_to_import_is_seen(source):
+    assert breaches(source, "zerolab.theory", FORBIDDEN["theory"])
+
+
+def test_neighbours_and_similar_names_are_allowed():
+    source = "from . import memory\nfrom .notation import Psi\nimport torchish, zerolab.practiced"
+    assert breaches(source, "zerolab.theory", FORBIDDEN["theory"]) == set()
+
+
+@pytest.mark.parametrize("module", ["zerolab", "zerolab.theory", "zerolab.cli"])
+def test_what_needs_no_ranks_loads_no_torch(module):
+    program = f"import sys, {module}; print(sorted(m for m in sys.modules if m == 'torch'))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert loaded.stdout == "[]\n", loaded.stderr
+
+
+@pytest.mark.parametrize(("rooms", "budget"), LINE_BUDGETS.items())
+def test_the_package_stays_small(rooms, budget):
+    assert lines(*rooms) <= budget
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_is_longer_than_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+
+
+def committed_files() -> list[Path]:
+    """What a clone holds, and what is about to be added to it."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode != 0:
+        pytest.skip("this is no clone, so there is no list of its files")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def test_no_file_names_a_machine_or_a_registry():
+    # Written in pieces, so that this file does not name them either.
+    folders = "|".join(["wo" + "rk", "op" + "t", "ro" + "ot"])
+    hosts = ["pypi" + ".org", "python" + "hosted.org", "download.py" + "torch.org"]
+    pattern = re.compile(
+        rf"(?<![\w.>*-])/(?:{folders})/|\.\./sha{'red'}\b|" + "|".join(map(re.escape, hosts))
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in committed_files()
+        for match in pattern.finditer(path.read_text(encoding="utf-8", errors="ignore"))
+    ]
+    assert found == []

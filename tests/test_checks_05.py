@@ -1,0 +1,262 @@
+"""The checks of lesson 05, run on real ranks: stub, solution, and near misses with their words."""
+
+import pytest
+import torch
+from test_checks_04 import judged, stub
+
+from zerolab import check, hint
+from zerolab.practice.sharding import shard_of
+from zerolab.practice.stage1 import Stage1
+
+
+@pytest.mark.parametrize("number", ["05.1", "05.2", "05.3", "05.4", "05.5"])
+@pytest.mark.parametrize("answer", [stub, None, ...])
+def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
+    judged(number, answer, 0, "not attempted")
+
+
+def test_05_1_prediction():
+    judged("05.1", lambda: 7, 1, "passed")
+    for wrong, words in [(16, "plain data parallelism"), (4, "stage 3"), (5.5, "eight ranks"),
+                         (3, "optimizer states alone"), (6, "master weights"),
+                         (28, "one rank's bytes")]:  # fmt: skip
+        judged("05.1", lambda wrong=wrong: wrong, 0, words)
+
+
+def own_slice(numel, world_size, rank):
+    length = -(-numel // world_size)
+    return min(rank * length, numel), min((rank + 1) * length, numel)
+
+
+def rounded_down(numel, world_size, rank):
+    length = numel // world_size
+    return rank * length, (rank + 1) * length
+
+
+def last_takes_the_rest(numel, world_size, rank):
+    length = numel // world_size
+    return rank * length, numel if rank == world_size - 1 else (rank + 1) * length
+
+
+def padding_owned(numel, world_size, rank):
+    length = -(-numel // world_size)
+    return rank * length, (rank + 1) * length
+
+
+def balanced(numel, world_size, rank):
+    each, rest = divmod(numel, world_size)
+    start = rank * each + min(rank, rest)
+    return start, start + each + (rank < rest)
+
+
+def inclusive(numel, world_size, rank):
+    start, stop = own_slice(numel, world_size, rank)
+    return start, stop - 1
+
+
+def overlapping(numel, world_size, rank):
+    start, stop = own_slice(numel, world_size, rank)
+    return start, min(stop + 1, numel)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (rounded_down, "owned by nobody"),
+        (last_takes_the_rest, "round up"),
+        (padding_owned, "that is padding"),
+        (balanced, "multiples of 3"),
+        (inclusive, "ends before its stop"),
+        (overlapping, "owned by two ranks"),
+        (lambda n, w, r: list(own_slice(n, w, r)), "Return two ints"),
+        (lambda n, w, r: (r * n / w, (r + 1) * n / w), "Return two ints"),
+        (lambda n, w, r: None, "Return two ints"),
+    ],
+)
+def test_05_2_near_misses_are_named(answer, words):
+    judged("05.2", own_slice, 2, "passed")
+    judged("05.2", answer, 0, words)
+
+
+def own_states(weights, world_size, rank):
+    master = shard_of(weights, world_size, rank).clone()
+    return master, torch.zeros_like(master), torch.zeros_like(master)
+
+
+def view(weights, world_size, rank):
+    master = shard_of(weights, world_size, rank)
+    return master, torch.zeros_like(master), torch.zeros_like(master)
+
+
+def whole(weights, world_size, rank):
+    return weights, torch.zeros_like(weights), torch.zeros_like(weights)
+
+
+def shared_moments(weights, world_size, rank):
+    master, moment, _ = own_states(weights, world_size, rank)
+    return master, moment, moment
+
+
+def small_moments(weights, world_size, rank):
+    master, momentum, variance = own_states(weights, world_size, rank)
+    return master, momentum.bfloat16(), variance
+
+
+def always_first(weights, world_size, rank):
+    return own_states(weights, world_size, 0)
+
+
+def moments_of_weights(weights, world_size, rank):
+    master, _, variance = own_states(weights, world_size, rank)
+    return master, master.clone(), variance
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (view, "keeps the whole tensor"),
+        (whole, "plain data parallelism"),
+        (shared_moments, "share their memory"),
+        (small_moments, "all three states are fp32"),
+        (always_first, "slice of rank 0"),
+        (moments_of_weights, "do not start from zero"),
+        (lambda w, n, r: own_states(w, n, r)[0], "tuple of three"),
+    ],
+)
+def test_05_3_near_misses_are_named(answer, words):
+    judged("05.3", own_states, 2, "passed")
+    assert words.lower() in str(judged("05.3", answer, 0)).lower()
+
+
+def step(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1 / comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def all_reduces(own, comm):
+    comm.all_reduce(own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1 / comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def all_reduces_natively(own, comm):
+    import torch.distributed as dist
+
+    dist.all_reduce(own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1 / comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def forgets_the_mean(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def never_reduces(own, comm):
+    own.adamw.update(own.grad_shard, scale=1 / comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def never_gathers(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1 / comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+
+
+def never_copies(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1 / comm.world_size)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def gathers_fp32(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1 / comm.world_size)
+    every_master = torch.empty(own.full_params.numel())
+    comm.all_gather(every_master, own.adamw.master)
+    own.full_params.copy_(every_master)
+
+
+def keeps_a_copy(own, comm):
+    step(own, comm)
+    own.kept = own.full_grads.clone()
+
+
+def raises(own, comm):
+    own.grads.sum()
+
+
+def one_rank_skips(own, comm):
+    if comm.rank:
+        step(own, comm)
+
+
+def uses_the_package(own, comm):
+    own.comm = comm
+    Stage1.step(own)
+
+
+def asks_for_its_step(own, comm):
+    own.step()
+
+
+def test_05_4_passes():
+    judged("05.4", step, 4, "passed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "points", "words"),
+    [
+        (all_reduces, 2, "6Ψ"),
+        (forgets_the_mean, 0, "forgot the 1/N"),
+        (never_reduces, 0, "never summed"),
+        (never_gathers, 0, "stale"),
+        (never_copies, 0, "copy the one into the other"),
+        (gathers_fp32, 2, "gather param_shard"),
+        (keeps_a_copy, 2, "still referenced"),
+        (lambda own, comm: None, 0, "Nothing was updated"),
+        (raises, 0, "AttributeError"),
+        (one_rank_skips, 0, "did not come back"),
+        (lambda own: None, 0, "TypeError"),
+    ],
+)
+def test_05_4_near_misses_are_named(answer, points, words):
+    judged("05.4", answer, points, words)
+
+
+def test_05_4_native_all_reduce_is_seen_too():
+    assert float(check("05.4", all_reduces_natively)) < 4
+
+
+def test_05_4_calling_the_package_s_own_stage_is_no_answer():
+    judged("05.4", uses_the_package, 0, "yourself")
+    judged("05.4", asks_for_its_step, 0, "no attribute 'step'")
+
+
+def test_05_4_works_again_after_a_hang():
+    judged("05.4", one_rank_skips, 0)
+    judged("05.4", step, 4)
+
+
+def test_05_5_numbers():
+    judged("05.5", lambda: "71.5 GB", 1)
+    judged("05.5", "66.59 GiB", 1)
+    for wrong, words in [("208 GB", "plain data"), ("26 GB", "stage 3"), ("48.75 GB", "stage 2"),
+                         ("19.5 GB", "optimizer states alone"), ("572 GB", "all ranks together"),
+                         ("65 GB", "master copy"), ("52 GB", "limit"), ("66.59 GB", "GiB"),
+                         (71.5, "number of GB")]:  # fmt: skip
+        judged("05.5", wrong, 0, words)
+
+
+def test_hints_unfold_one_inside_the_other():
+    html = hint("05.4")._repr_html_()
+    assert html.count("<details>") == 4
+    assert html.index("Hint 1") < html.index("Hint 2") < html.index("Hint 4")
+    assert html.endswith("</details></details></details></details>")

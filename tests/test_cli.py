@@ -1,0 +1,152 @@
+"""The command: what it prints, what it returns, and one sentence for what cannot be done."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerolab.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(capsys, line):
+    try:
+        code = main(line.split())
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_plan_prints_the_contract_s_object(capsys):
+    code, out, _ = run(capsys, "plan --params 7.5e9 --ranks 64 --stage 1 --json")
+    plan = json.loads(out)
+    assert code == 0
+    assert (plan["stage"], plan["ranks"], plan["params"]) == (1, 64, 7_500_000_000)
+    assert plan["recipe"] == "adamw-mixed"
+    assert plan["held_bytes"] == {
+        "parameters": 15_000_000_000,
+        "gradients": 15_000_000_000,
+        "optimizer_states": 90_000_000_000 // 64,
+        "total": 31_406_250_000,  # ZeRO paper, Table 1: 31.4 GB
+    }
+    assert plan["sent_bytes"] == {
+        "all_reduce": 0,
+        "reduce_scatter": 15_000_000_000 * 63 // 64,
+        "all_gather": 15_000_000_000 * 63 // 64,
+        "total": 30_000_000_000 * 63 // 64,
+    }
+    assert all(type(v) is int for part in ("held_bytes", "sent_bytes") for v in plan[part].values())
+    assert type(plan["ranks"]) is type(plan["stage"]) is type(plan["params"]) is int
+
+
+def test_plan_for_people_names_unit_and_recipe(capsys):
+    code, out, _ = run(capsys, "plan --params 7.5e9 --ranks 64 --stage 1")
+    assert code == 0
+    assert "31.4" in out and "GB" in out and "adamw-mixed" in out
+
+
+def test_measure_prints_the_contract_s_object(capsys):
+    code, out, _ = run(capsys, "measure --stage 1 --ranks 2 --steps 2 --json")
+    measured = json.loads(out)
+    assert code == 0
+    assert measured["equal"] is measured["same_weights_as_one_process"] is True
+    assert measured["bitwise"] is True
+    assert (measured["stage"], measured["ranks"], measured["padding"]) == (1, 2, 1)
+    for part in ("held_bytes", "sent_bytes"):
+        assert measured[part]["predicted"] == measured[part]["measured"]
+    assert set(measured["held_bytes"]["measured"]) == {
+        "parameters", "gradients", "optimizer_states", "total"}  # fmt: skip
+    assert set(measured["sent_bytes"]["measured"]) == {
+        "all_reduce", "reduce_scatter", "all_gather", "total"}  # fmt: skip
+    assert measured["peak_bytes"] > measured["held_bytes"]["measured"]["total"]
+    assert (measured["wire_bytes"] is None) == (measured["wire_reason"] is not None)
+
+
+def test_measure_exits_with_1_when_derived_and_counted_differ(capsys, monkeypatch):
+    import zerolab.course.measure as module
+
+    def wrong(*arguments):
+        return {**held_bytes(*arguments), "gradients": 1}
+
+    held_bytes = module.held_bytes
+    monkeypatch.setattr(module, "held_bytes", wrong)
+    code, out, _ = run(capsys, "measure --stage 0 --ranks 1 --steps 1")
+    assert code == 1
+    assert "<- not the same" in out
+    assert "derived equals counted on every rank: no" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan --params -5 --ranks 4 --stage 1", "at least 1"),
+        ("plan --params many --ranks 4 --stage 1", "not a number"),
+        ("plan --params nan --ranks 4 --stage 1", "whole number"),
+        ("plan --params 7.5 --ranks 4 --stage 1", "whole number"),
+        ("plan --params 7e9 --ranks 0 --stage 1", "at least 1"),
+        ("plan --params 7e9 --ranks 2.5 --stage 1", "whole number"),
+        ("plan --params 7e9 --ranks 4 --stage 7", "7"),
+        ("plan --params 7e9 --ranks 4 --stage 1 --recipe adamw-mixd", "adamw-mixed"),
+        ("plan --ranks 4 --stage 1", "--params"),
+        ("measure --stage 1 --ranks 0", "0"),
+        ("measure --stage 1 --ranks -2", "-2"),
+        ("measure --stage 1 --ranks 100000", "memory"),
+        ("measure --stage 1 --ranks two", "two"),
+        ("measure --stage 8 --ranks 2", "choose one of"),
+        ("measure --stage 1 --ranks 2 --steps 0", "at least 1"),
+        ("measure --stage 1 --ranks 2 --recipe adafactor", "adamw-mixed"),
+        ("fly", "fly"),
+        ("", "COMMAND"),
+    ],
+)
+def test_what_makes_no_sense_gets_one_sentence_and_exit_2(capsys, arguments, words):
+    code, out, err = run(capsys, arguments)
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+
+
+def test_doctor_says_a_line_each_and_all_is_well_here(capsys):
+    code, out, _ = run(capsys, "doctor")
+    lines = out.splitlines()
+    assert code == 0, out
+    assert all(line.startswith("ok ") for line in lines)
+    for word in ("Python", "torch", "cores", "memory", "ranks", "ports"):
+        assert any(word in line for line in lines)
+
+
+def test_the_readme_s_example_is_what_the_command_prints(capsys):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, block = readme.split("$ zerolab ", 1)
+    command, _, shown = block.split("```")[0].partition("\n")
+    code, out, _ = run(capsys, command)
+    assert code == 0
+    assert out.startswith(shown.rstrip())
+
+
+def test_python_m_zerolab_is_the_same_command():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "zerolab",
+            "plan",
+            "--params",
+            "1e9",
+            "--ranks",
+            "2",
+            "--stage",
+            "0",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "16" in done.stdout

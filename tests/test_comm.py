@@ -1,0 +1,120 @@
+"""The collectives on real ranks: right sums, right bytes, and on the wire what the meter says."""
+
+import pytest
+import torch
+
+from zerolab.practice.comm import Comm, sum_in_rank_order
+from zerolab.practice.meter import Meter, loopback_bytes
+
+WORLDS = [1, 2, 3, 4]
+
+
+def all_three(length, dtype):
+    """Runs on a rank: what each collective gives and sends for shards of `length` elements."""
+    comm = Comm()
+    n = comm.world_size
+    full = (torch.arange(n * length) % 100 + 1000 * comm.rank).to(dtype)
+    reduced, shard, gathered = (
+        full.clone(),
+        torch.empty(length, dtype=dtype),
+        torch.empty_like(full),
+    )
+    sent = {}
+    for name, call in {
+        "reduce_scatter": lambda: comm.reduce_scatter(shard, full),
+        "all_gather": lambda: comm.all_gather(gathered, shard),
+        "all_reduce": lambda: comm.all_reduce(reduced),
+    }.items():
+        with Meter() as meter:
+            call()
+        sent[name] = meter.sent_bytes()
+    return shard, gathered, reduced, sent
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_collectives_give_exact_sums_and_send_the_ring_s_bytes(world_of, size, dtype, length):
+    base = torch.arange(size * length) % 100
+    brought = [(base + 1000 * rank).to(dtype) for rank in range(size)]
+    total = sum(b.double() for b in brought).to(dtype)  # rounded once
+    element = brought[0].element_size()
+    for rank, (shard, gathered, reduced, sent) in enumerate(
+        world_of(size).run(all_three, length, dtype)
+    ):
+        assert torch.equal(shard, total[rank * length : (rank + 1) * length])
+        assert torch.equal(gathered, total)
+        assert torch.equal(reduced, total)
+        shard_bytes = (size - 1) * length * element
+        assert sent["reduce_scatter"]["reduce_scatter"] == shard_bytes
+        assert sent["all_gather"]["all_gather"] == shard_bytes
+        assert sent["all_reduce"]["all_reduce"] == 2 * shard_bytes
+        assert sent["all_reduce"]["total"] == 2 * shard_bytes
+
+
+def into_a_view():
+    comm = Comm()
+    full = torch.full((8,), float(comm.rank + 1))
+    comm.reduce_scatter(full[comm.rank * 2 : comm.rank * 2 + 2], full)
+    return full.tolist()
+
+
+def test_a_shard_may_be_a_view_of_full(world_of):
+    for rank, full in enumerate(world_of(4).run(into_a_view)):
+        assert full[rank * 2 : rank * 2 + 2] == [10.0, 10.0]
+
+
+def test_sums_are_rounded_once_and_in_rank_order():
+    one, tiny = torch.tensor([1.0]).bfloat16(), torch.tensor([2.0**-9]).bfloat16()
+    # in bf16 each 2**-9 would be lost against 1; in fp32 the four of them arrive
+    assert sum_in_rank_order([one, tiny, tiny, tiny, tiny]).item() == 1 + 2.0**-7
+    assert sum_in_rank_order([one, tiny]).dtype == torch.float32
+    big = torch.tensor([2.0**24])
+    one = torch.tensor([1.0])
+    assert sum_in_rank_order([big, one, one]).item() == 2.0**24  # 1 is lost twice
+    assert sum_in_rank_order([one, one, big]).item() == 2.0**24 + 2  # first the small ones
+
+
+def wrong_length():
+    comm = Comm()
+    try:
+        comm.all_gather(torch.empty(7), torch.empty(2))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_shard_of_the_wrong_length_is_refused_before_anything_is_sent(world_of):
+    for message in world_of(4).run(wrong_length):
+        assert "Pad it first" in message and "4 shards" in message
+
+
+def much_traffic():
+    import time
+
+    import torch.distributed as dist
+
+    comm = Comm()
+    full = torch.ones(2_000_000)
+    shard = torch.empty(2_000_000 // comm.world_size)
+    dist.barrier()
+    time.sleep(0.05)
+    before = loopback_bytes()
+    dist.barrier()
+    with Meter() as meter:
+        comm.reduce_scatter(shard, full)
+        comm.all_gather(full, shard)
+    dist.barrier()
+    time.sleep(0.05)
+    after = loopback_bytes()
+    dist.barrier()
+    return meter.sent_bytes()["total"], None if before is None else after - before
+
+
+def test_logical_bytes_agree_with_the_loopback_counter_within_two_percent(world_of):
+    world = world_of(4)
+    if not world.private_ports:
+        pytest.skip("the ranks share the loopback, so its counter is not theirs alone")
+    results = world.run(much_traffic)
+    logical, wire = sum(sent for sent, _ in results), results[0][1]
+    assert logical == 4 * 2 * 3 * 500_000 * 4  # 48 MB: 4 ranks, 2 collectives, 3 peers
+    assert abs(wire / logical - 1) < 0.02

@@ -1,0 +1,83 @@
+"""A derivation cannot hold a step that does not follow; notation is defined once."""
+
+import subprocess
+import sys
+
+import pytest
+import sympy as sp
+
+from zerolab.theory import Derivation, derive_16psi, derive_stage, notation_table
+from zerolab.theory.derivation import difference
+from zerolab.theory.notation import NOTATION, K, N_d, Psi, c, m, plain
+
+
+def test_a_wrong_step_is_refused_with_the_difference():
+    start = Derivation("Sum", {"a": 2 * Psi, "b": 2 * Psi}, "two parts")
+    with pytest.raises(ValueError, match=r"5\*Ψ exceeds 4\*Ψ by Ψ"):
+        start.then(5 * Psi, "wrong")
+    with pytest.raises(ValueError, match="not equal"):
+        start.then({"a": 2 * Psi, "b": 3 * Psi}, "wrong parts")
+    assert start.then(4 * Psi, "right").result == 4 * Psi
+
+
+def test_a_wrong_bound_is_refused():
+    start = Derivation("Overlap", (c + m) / sp.Max(c, m), "one after the other over side by side")
+    with pytest.raises(ValueError, match="not a bound"):
+        start.at_most(sp.Rational(3, 2), "too tight")
+    assert start.at_most(2, "the shorter is at most the longer").result == 2
+
+
+def test_max_and_min_are_decided_exactly():
+    assert difference(c + m, sp.Max(c, m) + sp.Min(c, m)) == 0
+    assert difference(c, sp.Max(c, m)) != 0
+
+
+def test_substitution_and_limit_are_computed():
+    start = Derivation("Ratio", 16 / (4 + 12 / N_d), "of two")
+    assert start.substitute({N_d: 8}, "eight ranks").result == sp.Rational(32, 11)
+    assert start.limit(N_d, sp.oo, "many").result == 4
+    with pytest.raises(ValueError, match="has no K"):
+        start.substitute({K: 12}, "no K here")
+
+
+def test_extending_a_derivation_leaves_it_as_it_was():
+    start = Derivation("One", Psi + Psi, "twice")
+    start.then(2 * Psi, "added")
+    assert len(start.steps) == 1
+
+
+def test_rendering_shows_every_line_and_reason():
+    derivation = derive_stage(1)
+    shown, text = derivation._repr_markdown_(), str(derivation)
+    assert r"\underbrace{2 \Psi}_{\text{parameters}}" in shown
+    assert shown.count("$$") == 2 and r"\begin{aligned}" in shown
+    for step in derivation.steps:
+        assert step.reason in shown and step.reason in text
+    assert "4*Ψ + 12*Ψ/N_d" in text
+    assert str(derivation) == str(derive_stage(1)), "the same text every time"
+    assert r"optimizer states, K = 12" in derive_16psi().latex()
+
+
+def test_symbols_are_positive_integers_with_meaning_and_unit():
+    assert all(entry.symbol.is_positive and entry.meaning and entry.unit for entry in NOTATION)
+    assert Psi.is_integer and N_d.is_integer and K.is_integer
+    assert len({entry.symbol for entry in NOTATION}) == len(NOTATION)
+    table = notation_table(Psi, N_d)
+    assert "| $\\Psi$ |" in table._repr_markdown_() and repr(table).count("\n") == 1
+    assert plain(Psi**2) == "Ψ^2"
+
+
+def test_theory_never_loads_torch_and_starts_within_a_second():
+    code = (
+        "import time; t = time.perf_counter(); import sys, zerolab.theory;"
+        "took = time.perf_counter() - t;"
+        "print(took);"
+        "sys.exit(any(m.split('.')[0] in ('torch', 'matplotlib') or"
+        " m.startswith(('zerolab.practice', 'zerolab.course')) for m in sys.modules))"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        for _ in range(3)
+    ]
+    assert all(run.returncode == 0 for run in runs), runs[0].stderr
+    assert min(float(run.stdout) for run in runs) < 1.0

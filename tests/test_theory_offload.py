@@ -1,0 +1,119 @@
+"""Offload, partitions, activations and number formats."""
+
+from itertools import combinations
+
+import pytest
+import sympy as sp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerolab.theory.notation import b, h, s
+from zerolab.theory.offload import (
+    ADAM_S,
+    MOVABLE,
+    bandwidth_for,
+    cut,
+    cuts,
+    delayed,
+    derive_intensity,
+    efficiency,
+)
+from zerolab.theory.partition import even_shards, greedy_shards, row_shards
+from zerolab.theory.precision import BF16, FP16, FP32, derive_loss_scale
+from zerolab.theory.residual import activation_bytes
+
+sizes = st.integers(0, 10**6)
+ranks = st.integers(1, 300)
+
+
+def test_no_split_crosses_less_than_4_bytes_a_parameter():
+    best = cuts()[0]
+    assert (best.crossing, best.on_gpu) == (4, 2)
+    assert set(best.on_cpu) == {"grad16", "states", "update", "float2half"}
+    assert len(cuts()) == sum(1 for k in range(1, 6) for _ in combinations(MOVABLE, k)) == 31
+    assert all(way.crossing >= 4 for way in cuts())
+
+
+def test_cutting_at_an_fp32_edge_or_moving_the_parameters_costs_6_or_more():
+    assert cut("grad16", "states", "update").crossing == 6
+    assert cut("param16", "grad16", "states", "update", "float2half").crossing == 6
+    assert cut("states").crossing == 24
+    with pytest.raises(ValueError, match="Node"):
+        cut("activations")
+
+
+def test_arithmetic_intensities_of_zero_infinity():
+    assert derive_intensity("parameters and gradients").result == s * b
+    assert derive_intensity("optimizer states").result == s * b / 4
+    ci = sp.Symbol("ci", positive=True, integer=True)
+    assert derive_intensity("checkpoints").result == 24 * h * ci
+
+
+@given(st.integers(1, 99), st.integers(1, 10**5))
+def test_bandwidth_and_efficiency_are_inverse(percent, intensity):
+    share = sp.Rational(percent, 100)
+    bandwidth = bandwidth_for(share, intensity)
+    reached = bandwidth * intensity / (bandwidth * intensity + 70 * 10**12)
+    assert reached == share
+    assert efficiency(intensity, int(bandwidth) + 1) >= share
+
+
+def test_cpu_adam_is_slower_than_the_gpu_and_faster_than_torch_on_the_cpu():
+    assert all(gpu < cpu_adam < torch_cpu for cpu_adam, torch_cpu, gpu in ADAM_S.values())
+
+
+def test_a_delayed_update_first_does_nothing():
+    one, lr = sp.Integer(1), sp.Rational(1, 10)
+    assert delayed(one, lr, 4)[0] == 1
+    assert delayed(one, lr, 3, delay=0) == [sp.Rational(8, 10) ** k for k in (1, 2, 3)]
+
+
+@given(sizes, ranks, st.sampled_from([1, 2]))
+def test_shards_cover_each_element_once(numel, n, multiple):
+    shards = even_shards(numel, n, multiple)
+    assert len(shards) == n and sum(shards) == numel and min(shards) >= 0
+    assert list(shards) == sorted(shards, reverse=True), "only trailing ranks fall short"
+    assert max(shards, default=0) <= -(-numel // n) + multiple - 1
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=40), ranks)
+def test_greedy_keeps_parameters_whole_and_loses_none(parameters, n):
+    loads = greedy_shards(parameters, n)
+    assert sum(loads) == sum(parameters)
+    assert max(loads) >= max(parameters, default=0)
+    assert max(loads) <= sum(parameters) / n + max(parameters, default=0)
+
+
+def test_torch_chunk_leaves_trailing_ranks_empty():
+    assert row_shards(9, 4) == (3, 3, 3, 0)
+    assert even_shards(0, 3) == (0, 0, 0)
+
+
+def test_activations_by_both_formulas():
+    gpt3 = {"layers": 96, "hidden": 12288, "heads": 96, "sequence": 2048}
+    sbh = 2048 * 12288
+    assert activation_bytes(**gpt3) == 96 * sbh * 114
+    assert activation_bytes(**gpt3, recompute="selective") == 96 * sbh * 34
+    assert activation_bytes(**gpt3, recompute="full") == 96 * sbh * 2
+    assert activation_bytes(**gpt3, formula="zero") == 96 * sbh * 24
+    assert activation_bytes(**gpt3, tensor_parallel=8) == 96 * sbh * 23
+    parallel = activation_bytes(**gpt3, tensor_parallel=8, sequence_parallel=True)
+    assert parallel == 96 * sbh * 114 // 8
+    assert activation_bytes(**gpt3, micro_batch=3) == 3 * activation_bytes(**gpt3)
+    with pytest.raises(ValueError, match="Activation formula"):
+        activation_bytes(**gpt3, formula="mine")
+
+
+def test_number_formats():
+    assert FP16.largest == 65504 and FP16.smallest == sp.Rational(1, 2**24)
+    assert BF16.smallest_normal == FP32.smallest_normal == sp.Rational(1, 2**126)
+    assert BF16.absorbs(sp.Rational(1, 2**9)) and not FP32.absorbs(sp.Rational(1, 2**9))
+    assert BF16.absorbs(sp.Rational(1, 2**8)), "half a spacing rounds to even"
+    assert not BF16.absorbs(sp.Rational(1, 2**7))
+
+
+def test_loss_scaling_lifts_a_lost_gradient_to_a_normal_number():
+    lost = derive_loss_scale(-30)
+    assert lost.result == FP16.smallest_normal == sp.Rational(1, 2**14)
+    assert "rounds to 0" in str(lost) and "bf16" in str(lost)
+    assert derive_loss_scale(-10).result == sp.Rational(1, 2**10), "large enough as it is"

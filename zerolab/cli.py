@@ -1,0 +1,108 @@
+"""The zerolab command: parses, calls, prints.
+
+Exit 0 when all agrees, 1 when something does not, 2 when what was asked makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; whatever cannot be done is said in one sentence on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"zerolab {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"zerolab {arguments.command}: stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="zerolab", description="Learn ZeRO by counting bytes.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    lab = commands.add_parser("lab", help="open the course in JupyterLab")
+    lab.add_argument("folder", nargs="?", type=Path, help="folder of notebooks (default: lessons)")
+    lab.add_argument("--port", type=int, help="port on this machine (default: a free one)")
+    lab.add_argument("--no-browser", action="store_true", help="print the address only")
+    lab.set_defaults(run=_lab)
+
+    doctor = commands.add_parser("doctor", help="say whether this machine can run the course")
+    doctor.set_defaults(run=_doctor)
+
+    plan = commands.add_parser("plan", help="bytes that each rank will hold and send")
+    plan.add_argument("--params", type=_number, required=True, help="parameters, such as 7.5e9")
+    plan.add_argument("--ranks", type=_number, required=True, help="data-parallel degree")
+    plan.add_argument("--stage", type=int, required=True, help="ZeRO stage, 0 to 3")
+    plan.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    plan.set_defaults(run=_plan)
+
+    measure = commands.add_parser("measure", help="train on real ranks and count their bytes")
+    measure.add_argument("--stage", type=int, required=True, help="ZeRO stage")
+    measure.add_argument("--ranks", type=int, required=True, help="how many processes")
+    measure.add_argument("--steps", type=int, default=10, help="optimizer steps (default 10)")
+    measure.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
+    measure.add_argument("--json", action="store_true", help="print one JSON object")
+    measure.set_defaults(run=_measure)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """One sentence instead of the usage text."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _number(text: str) -> float:
+    """An int where the text means a whole number: 64, 7.5e9."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    return int(number) if number.is_integer() else number
+
+
+def _lab(arguments: argparse.Namespace) -> int:
+    from zerolab.course.lab import start_lab
+
+    open_browser = False if arguments.no_browser else None
+    return start_lab(arguments.folder, None, arguments.port, open_browser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from zerolab.practice.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        print(finding)
+    return 0 if all(finding.fine for finding in findings) else 1
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from zerolab.theory.plan import plan
+
+    made = plan(
+        params=arguments.params,
+        ranks=arguments.ranks,
+        stage=arguments.stage,
+        recipe=arguments.recipe,
+    )
+    print(json.dumps(made.as_dict(), indent=2) if arguments.json else made.as_text())
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from zerolab.course.measure import measure
+
+    compared = measure(arguments.stage, arguments.ranks, arguments.recipe, arguments.steps)
+    print(json.dumps(compared.as_dict(), indent=2) if arguments.json else compared.as_text())
+    return 0 if compared.agrees else 1

@@ -1,0 +1,1 @@
+"""Where theory and practice meet, and the learner with them."""

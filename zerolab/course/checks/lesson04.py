@@ -1,0 +1,166 @@
+"""Lesson 04: what a rank of plain data parallelism holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerolab.course.checks.core import Wrong, exercise
+from zerolab.course.checks.numbers import Slip, expect_bytes
+from zerolab.practice.meter import Meter
+
+
+@exercise(
+    "04.1",
+    "Model states of 13 billion parameters",
+    points=1,
+    hints=[
+        "Five things exist for every parameter. List them with their bytes.",
+        (
+            "Two 16-bit numbers (parameter, gradient) and three 32-bit ones (master weight, "
+            "momentum, variance)."
+        ),
+        "2 + 2 + 4 + 4 + 4 bytes, times 13e9.",
+    ],
+)
+def model_states(answer: Any) -> None:
+    psi = 13e9
+    slips = [
+        Slip(12 * psi, "12 bytes a parameter: that is K alone, or all but the fp32 master copy."),
+        Slip(4 * psi, "That is parameters and gradients: AdamW's states are missing."),
+        Slip(14 * psi, "That is K = 12 without the gradient, or without the parameter."),
+        Slip(8 * psi, "Only 8 bytes a parameter: which of the five pieces did you leave out?"),
+        Slip(18 * psi, "That has gradients of 4 bytes: in this recipe they have 2."),
+        Slip(20 * psi, "That has a second, fp32 copy of the gradients: this recipe has none."),
+        Slip(16, "That is bytes for one parameter: there are 13e9 of them."),
+    ]
+    expect_bytes(answer, 16 * psi, "Model states of 13e9 parameters", slips)
+
+
+@exercise(
+    "04.2",
+    "Count what is alive",
+    points=2,
+    hints=[
+        "Two views of one tensor do not need twice the memory. What do they share?",
+        (
+            "tensor.untyped_storage() is the memory behind a tensor; its nbytes() is its size, and "
+            "its data_ptr() tells two storages apart."
+        ),
+        "Collect {storage.data_ptr(): storage.nbytes()} in a dict and add up the values.",
+    ],
+)
+def count_alive(answer: Any) -> None:
+    whole = torch.zeros(100)
+    half = torch.zeros(64, dtype=torch.bfloat16)
+    tied = torch.nn.Parameter(torch.zeros(7, 3))
+    cases: list[tuple[str, list[Tensor], int, str]] = [
+        ("one fp32 tensor of 100 elements", [whole], 400,
+         "Bytes are elements times bytes per element: element_size() is 4 for fp32."),
+        ("one bf16 tensor of 64 elements", [half], 128,
+         "Ask each tensor for its element size: bf16 has 2 bytes, fp32 has 4."),
+        ("a tensor and its transposed view", [tied, tied.T], 84,
+         "A view has no memory of its own: you counted one storage twice."),
+        ("a view of 10 of 100 elements", [whole[:10]], 400,
+         "A view keeps all of its storage alive, not only the part that it shows."),
+        ("two views of one storage", [whole[:10], whole[50:]], 400,
+         "Both views share one storage: tell storages apart, not tensors."),
+        ("two tensors of equal values", [torch.zeros(5), torch.zeros(5)], 40,
+         "Equal values are not the same memory: compare storages, not contents."),
+        ("tensors of 100 fp32 and 64 bf16 elements", [whole, half], 528,
+         "Every storage counts with its own size."),
+        ("no tensors", [], 0, "Nothing is alive, so the answer is 0."),
+    ]  # fmt: skip
+    for what, tensors, right, misconception in cases:
+        counted = answer(tensors)
+        if isinstance(counted, bool) or not isinstance(counted, int):
+            raise Wrong(
+                f"For {what} your function returned {_type(counted)}.",
+                "Return the number of bytes as an int.",
+            )
+        if counted != right:
+            raise Wrong(f"For {what} you count {counted} bytes; {right} are alive.", misconception)
+
+
+PIECES = {
+    "parameters": (torch.bfloat16, "the working parameters"),
+    "gradients": (torch.bfloat16, "the gradients"),
+    "master": (torch.float32, "the master weights"),
+    "momentum": (torch.float32, "the momentum"),
+    "variance": (torch.float32, "the variance"),
+}
+
+
+@exercise(
+    "04.3",
+    "Make the sixteen bytes",
+    points=3,
+    hints=[
+        "Five tensors of the same length: which of them start from the weights, which from zero?",
+        "torch.zeros_like(weights) is fp32; weights.to(torch.bfloat16) is a 16-bit copy.",
+        "Momentum and variance are two tensors: a = b = torch.zeros(...) makes one.",
+    ],
+)
+def make_states(answer: Any) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(1001)
+    given = [start.clone()]
+    with Meter() as meter:
+        states = answer(given.pop())
+        held = meter.held()["total"]
+    _well_formed(states, start)
+    right = 16 * start.numel()
+    if held < right:
+        raise Wrong(
+            f"Your states take {held / start.numel():.4g} bytes a parameter, not 16.",
+            "Two of the five share their memory: an update of one would change the other.",
+        )
+    if held > right:
+        raise Wrong(
+            f"Your function leaves {held} bytes alive for 1001 parameters; {right} are the states.",
+            "Something else is still held, such as a copy that nobody needs any more.",
+        )
+
+
+def _well_formed(states: Any, start: Tensor) -> None:
+    if not isinstance(states, dict) or set(states) != set(PIECES):
+        got = f"a dict with {', '.join(map(str, states))}" if isinstance(states, dict) else None
+        raise Wrong(
+            f"Your function returned {got or _type(states)}.",
+            f"Return a dict with exactly these five tensors: {', '.join(PIECES)}.",
+        )
+    for name, (dtype, words) in PIECES.items():
+        piece = states[name]
+        if not isinstance(piece, Tensor) or piece.shape != start.shape:
+            shape = tuple(piece.shape) if isinstance(piece, Tensor) else _type(piece)
+            raise Wrong(f"{name} is {shape}, not a tensor of shape {tuple(start.shape)}.")
+        if piece.dtype != dtype:
+            raise Wrong(
+                f"{name} is {piece.dtype}; in this recipe {words} are {dtype}.",
+                _why_dtype(name),
+            )
+        expected = start if name in ("parameters", "master") else torch.zeros_like(start)
+        if not torch.equal(piece.float(), expected.to(dtype).float()):
+            raise Wrong(f"{name} does not have its starting values.", _why_values(name))
+
+
+def _why_dtype(name: str) -> str:
+    if name in ("parameters", "gradients"):
+        return "The forward and backward pass work in 16 bits: that is what makes them cheap."
+    if name == "master":
+        return "An update is often too small to change a 16-bit weight: the master copy keeps it."
+    return "The moments are running averages: in 16 bits small contributions would be lost."
+
+
+def _why_values(name: str) -> str:
+    if name == "master":
+        return "The master weights are the fp32 weights themselves, not their 16-bit rounding."
+    if name == "parameters":
+        return "The working parameters are the weights, rounded to 16 bits."
+    return "It starts from zero: no gradient has been seen yet."
+
+
+def _type(value: Any) -> str:
+    return "nothing (None)" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,64 @@
+"""Reads sizes as people write them, and recognises the usual mistakes in them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from zerolab.course.checks.core import Wrong
+
+UNITS = {
+    "b": 1, "byte": 1, "bytes": 1,
+    "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slip:
+    """A wrong value that a known mistake leads to, and the sentence that names the mistake."""
+
+    value: float
+    misconception: str
+
+
+def read_bytes(answer: Any) -> float:
+    """Bytes from a number (bytes) or a text such as "208 GB" or "193.7 GiB"; Wrong if neither."""
+    if isinstance(answer, bool) or not isinstance(answer, int | float | str):
+        raise Wrong(
+            f"This is a {type(answer).__name__}, where a size is expected.",
+            'Write bytes as a number, 208e9, or with a unit, "208 GB".',
+        )
+    if isinstance(answer, int | float):
+        return float(answer)
+    found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?\d+)?)\s*([a-z]*)\s*", answer.lower())
+    if not found or (found[2] or "bytes") not in UNITS:
+        raise Wrong(f"{answer!r} is not a size.", 'Write a number and a unit, such as "208 GB".')
+    return float(re.sub("[_,]", "", found[1])) * UNITS[found[2] or "bytes"]
+
+
+def expect_bytes(answer: Any, right: float, what: str, slips: list[Slip]) -> None:
+    """Raises Wrong unless the answer, or what it returns, is `right` bytes within half a percent.
+
+    `slips` name what a wrong value comes from; a value that is off by GiB for GB, by elements
+    for bytes or by a factor of 1e9 is recognised for every question.
+    """
+    value = read_bytes(answer() if callable(answer) else answer)
+    if math.isclose(value, right, rel_tol=0.005):
+        return
+    general = [
+        Slip(right * 1e9 / 2**30, "That is the number of GiB written as GB: 1 GB is 1e9 bytes."),
+        Slip(right * 2**30 / 1e9, "You multiplied by 2^30: 1 GB is 1e9 bytes, 1 GiB is 2^30."),
+        Slip(right / 1e9, 'That is the number of GB: give bytes, or write the unit, "… GB".'),
+    ]
+    for slip in [*slips, *general]:
+        if math.isclose(value, slip.value, rel_tol=0.005):
+            raise Wrong(f"{what}: {_show(value)} is not it.", slip.misconception)
+    much = "too much" if value > right else "too little"
+    raise Wrong(f"{what}: {_show(value)} is {much}.", "Write the sum down part by part.")
+
+
+def _show(value: float) -> str:
+    return f"{value / 1e9:,.4g} GB" if value >= 1e6 else f"{value:,.6g} bytes"

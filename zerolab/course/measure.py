@@ -1,0 +1,171 @@
+"""Derived beside counted: the theory's bytes and the meter's, which must be the same integers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from zerolab.practice.measure import STAGES, Count, Job, count, train_in_one_process
+from zerolab.practice.precision import precision_of
+from zerolab.practice.world import World
+from zerolab.theory.memory import held_bytes
+from zerolab.theory.traffic import sent_bytes
+
+KINDS = ("parameters", "gradients", "optimizer_states", "total")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One stage on one number of ranks; bytes per rank, sent ones per step.
+
+    held_bytes, sent_bytes   {"predicted": …, "measured": …}; measured is rank 0's, and `equal`
+                             says that every rank's equals the prediction, nothing left over
+    wire_bytes               an average rank's share of the loopback traffic of a step, or None
+                             for the reason in `wire_reason`
+    peak_bytes               the largest sum of live tensors inside a step, on any rank
+    bitwise                  weights and working parameters have the bits of one process
+    """
+
+    stage: int
+    ranks: int
+    recipe: str
+    steps: int
+    params: int
+    padding: int
+    held_bytes: dict[str, dict[str, int]]
+    sent_bytes: dict[str, dict[str, int]]
+    control_bytes: int
+    wire_bytes: int | None
+    wire_reason: str | None
+    peak_bytes: int
+    losses: list[float]
+    equal: bool
+    same_weights_as_one_process: bool
+    bitwise: bool
+
+    @property
+    def agrees(self) -> bool:
+        """All that must agree does."""
+        return self.equal and self.same_weights_as_one_process and self.bitwise
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison as plain numbers and strings, for JSON."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """Derived, counted, and whether they are the same: what every run must repeat."""
+        lines = [
+            (
+                f"stage {self.stage} on {self.ranks} ranks, {self.params:,} parameters "
+                f"(+ {self.padding} padding), recipe {self.recipe}"
+            ),
+            "",
+            f"{'bytes per rank':<30}{'derived':>12}{'counted':>12}",
+        ]
+        for title, sizes in (("held", self.held_bytes), ("sent in a step", self.sent_bytes)):
+            for name, predicted in sizes["predicted"].items():
+                measured = sizes["measured"][name]
+                same = "" if predicted == measured else "   <- not the same"
+                words = f"{title}: {name.replace('_', ' ')}"
+                lines.append(f"{words:<30}{predicted:>12,}{measured:>12,}{same}")
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"derived equals counted on every rank: {_yes(self.equal)}",
+                (
+                    f"weights after {self.steps} steps are those of one process, bit for bit: "
+                    f"{_yes(self.bitwise)}"
+                ),
+            ]
+        )
+
+    def as_text(self) -> str:
+        """The table, and what differs a little from run to run and from system to system."""
+        wire = self.wire_reason if self.wire_bytes is None else f"{self.wire_bytes:,}"
+        return (
+            f"{self.table()}\n"
+            f"peak inside a step, activations included: {self.peak_bytes:,} bytes\n"
+            f"on the wire, packet headers included: {wire} bytes per rank and step"
+        )
+
+
+def measure(
+    stage: int, ranks: int, recipe: str = "adamw-mixed", steps: int = 10, world: World | None = None
+) -> Comparison:
+    """Trains the small GPT on real ranks and holds what they did against what is derived.
+
+    Starts a world of its own unless one of that size is given. ValueError, in one sentence, for a
+    stage, a recipe or a number of ranks or steps that cannot be run.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"Stage {stage} cannot be measured: choose one of {_list(STAGES)}.")
+    precision_of(recipe)
+    if steps < 1:
+        raise ValueError(f"{steps} steps show nothing: train for at least 1.")
+    job = Job(stage, recipe, steps=steps)
+    if world is None:
+        with World(ranks) as own_world:
+            return _compare(job, own_world)
+    return _compare(job, world)
+
+
+def _compare(job: Job, world: World) -> Comparison:
+    ranks = world.size
+    counts: list[Count] = world.run(count, job)
+    weights, digest = world.run(train_in_one_process, job, ranks, ranks=[0])[0]
+    first = counts[0]
+    held = held_bytes(job.stage, ranks, first.params, job.recipe)
+    sent = sent_bytes(job.stage, ranks, first.params, job.recipe)
+    total_wire, reason = _wire(counts, world)
+    return Comparison(
+        stage=job.stage,
+        ranks=ranks,
+        recipe=job.recipe,
+        steps=job.steps,
+        params=first.params,
+        padding=first.padding,
+        held_bytes={"predicted": held, "measured": _model_states(first)},
+        sent_bytes={
+            "predicted": sent,
+            "measured": {name: first.sent.get(name, 0) for name in sent},
+        },
+        control_bytes=first.sent["control"],
+        wire_bytes=None if total_wire is None else round(total_wire / ranks),
+        wire_reason=reason,
+        peak_bytes=max(c.peak for c in counts),
+        losses=[sum(losses) / ranks for losses in zip(*(c.losses for c in counts), strict=True)],
+        equal=all(_equal(c, held, sent) for c in counts),
+        same_weights_as_one_process=all(torch.allclose(c.weights, weights) for c in counts),
+        bitwise=all(torch.equal(c.weights, weights) and c.digest == digest for c in counts),
+    )
+
+
+def _model_states(c: Count) -> dict[str, int]:
+    states = {kind: c.held[kind] for kind in KINDS if kind != "total"}
+    return states | {"total": sum(states.values())}
+
+
+def _equal(c: Count, held: dict[str, int], sent: dict[str, int]) -> bool:
+    """This rank's bytes are the predicted ones, and it holds and sends nothing besides."""
+    nothing_else = c.held["total"] == held["total"] and c.sent["total"] == sent["total"]
+    same_sent = all(c.sent.get(name, 0) == expected for name, expected in sent.items())
+    return _model_states(c) == held and same_sent and nothing_else
+
+
+def _wire(counts: list[Count], world: World) -> tuple[float | None, str | None]:
+    if counts[0].wire is None:
+        return None, "this system has no loopback counter"
+    if not world.private_ports:
+        return None, "the ranks share the loopback with the rest of the machine"
+    return counts[0].wire, None
+
+
+def _yes(truth: bool) -> str:
+    return "yes" if truth else "no"
+
+
+def _list(values: Any) -> str:
+    return ", ".join(str(value) for value in values)

@@ -1,0 +1,99 @@
+"""The three collectives of ZeRO, made of sends, receives and explicit adds in rank order.
+
+Why not torch.distributed's own? Under gloo its reduce-scatter is an all-reduce inside and sends
+twice the bytes, and its sums come in an order of its own. Here every shard is the sum over
+ranks 0, 1, 2 … in that order, added up in fp32 and rounded once to the shard's dtype: one
+process that adds the same tensors in the same order gets the same bits.
+
+This is the only file through which the stages communicate. What is sent is booked by the meter
+(`zerolab.practice.meter`), which sees each buffer as it is handed over.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, irecv, isend
+
+from zerolab.practice.meter import label, sending_as
+from zerolab.practice.sharding import shard_of
+
+
+class Comm:
+    """This rank's end of the process group: `rank`, `world_size` and the collectives.
+
+    All ranks must call the same collectives in the same order with the same sizes. A "full"
+    tensor is flat and its length is world_size times the shard's.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> None:
+        """Writes the sum over ranks of this rank's part of `full` into `shard`.
+
+        Before: every rank holds a whole `full` (numel,). After: rank r holds, in `shard`
+        (numel / world_size,), the sum of every rank's r-th part. `shard` may be a view of
+        `full`. Sends (N-1)/N of full's bytes.
+        """
+        self._same_length(shard, full)
+        with sending_as("reduce_scatter"):
+            parts = {self.rank: shard_of(full, self.world_size, self.rank)}
+            ops = []
+            for peer in self._peers():
+                parts[peer] = label(torch.empty_like(shard), "temporary")
+                ops.append(P2POp(isend, shard_of(full, self.world_size, peer), peer))
+                ops.append(P2POp(irecv, parts[peer], peer))
+            self._exchange(ops)
+        shard.copy_(sum_in_rank_order([parts[rank] for rank in range(self.world_size)]))
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        """Fills `full` on every rank with all ranks' shards in rank order.
+
+        Before: rank r holds `shard` (numel / world_size,). After: every rank holds `full`
+        (numel,). `shard` may be this rank's part of `full`. Sends N-1 times the shard's bytes.
+        """
+        self._same_length(shard, full)
+        with sending_as("all_gather"):
+            ops = []
+            for peer in self._peers():
+                ops.append(P2POp(isend, shard, peer))
+                ops.append(P2POp(irecv, shard_of(full, self.world_size, peer), peer))
+            self._exchange(ops)
+        shard_of(full, self.world_size, self.rank).copy_(shard)
+
+    def all_reduce(self, full: Tensor) -> None:
+        """Replaces `full` by its sum over ranks, on each: a reduce-scatter, then an all-gather.
+
+        Sends 2(N-1)/N of full's bytes, as the ring all-reduce does.
+        """
+        with sending_as("all_reduce"):
+            shard = shard_of(full, self.world_size, self.rank)
+            self.reduce_scatter(shard, full)
+            self.all_gather(full, shard)
+
+    def _peers(self) -> list[int]:
+        """The other ranks, each rank beginning with its neighbour so that no one is besieged."""
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+    def _exchange(self, ops: list[P2POp]) -> None:
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+
+    def _same_length(self, shard: Tensor, full: Tensor) -> None:
+        if shard.numel() * self.world_size != full.numel() or shard.dtype != full.dtype:
+            raise ValueError(
+                f"full has {full.numel()} elements of {full.dtype} and shard {shard.numel()} of "
+                f"{shard.dtype}: on {self.world_size} ranks full must be {self.world_size} shards "
+                "long and of the same dtype. Pad it first."
+            )
+
+
+def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
+    """The sum of equal-sized tensors, first to last, in fp32 (fp64 stays fp64); a new tensor."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = label(parts[0].to(wide, copy=True), "temporary")
+    for part in parts[1:]:
+        total.add_(part)  # not torch.sum over a stack: its bits depend on how it is sliced
+    return total

@@ -1,0 +1,210 @@
+"""How ranks come to be and end: the server they are forked from, their folder, room and pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerolab.practice import rank as rank_side
+from zerolab.practice.rank import Pipes, Setup
+
+PRELOAD = (
+    "zerolab.practice.private_net",  # first: it needs a process with one thread
+    "torch",
+    "torch.distributed",
+    "cloudpickle",
+    "zerolab.practice.rank",
+)
+OUTPUT_LIMIT_BYTES = 1_000_000  # of a rank's printing that are kept in each call
+RANK_BYTES = {"forkserver": 60_000_000, "spawn": 170_000_000}  # an idle rank in its group, measured
+RANK_FILES = 8  # open files that a rank costs the notebook
+
+
+def start_method() -> str:
+    """Return "forkserver" on Linux, and "spawn" elsewhere or if ZEROLAB_START_METHOD says so."""
+    spawn = sys.platform != "linux" or os.environ.get("ZEROLAB_START_METHOD") == "spawn"
+    return "spawn" if spawn else "forkserver"
+
+
+def launched() -> bool:
+    """Say whether torchrun or srun made this process a rank; a notebook's kernel never is one."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    if kernel is not None and kernel.IPKernelApp.initialized():
+        return False
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
+    by_srun = "SLURM_PROCID" in os.environ and int(tasks) > 1
+    return by_srun or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def start_server() -> None:
+    """Start the server that ranks are forked from, and return while it loads torch.
+
+    Does nothing where ranks are spawned, where the server runs already, and on a rank. The server
+    computes nothing: ranks forked after a parallel operation would hang in their own.
+    """
+    if start_method() == "forkserver" and not rank_side.is_rank() and not launched():
+        from multiprocessing import forkserver
+
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+        forkserver.ensure_running()
+
+
+def make_folder() -> str:
+    """Make a folder that only this user can enter; remove those of notebooks that were killed."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not (os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)):
+        base = tempfile.gettempdir()
+    prefix = f"zerolab-{os.uname().nodename}-"  # containers do not share ids
+    for name in os.listdir(base):
+        if match := re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", name):
+            try:
+                os.kill(int(match[1]), 0)
+            except ProcessLookupError:
+                shutil.rmtree(os.path.join(base, name), ignore_errors=True)
+            except OSError:
+                pass  # it lives, and is another user's
+    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
+
+
+def free_bytes() -> int | None:
+    """Return the memory left on this machine and in our control groups; None where unknown."""
+    free = []
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        free += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        group = "/sys/fs/cgroup" + file.read().split("::")[-1].strip()
+        while group.startswith("/sys/fs/cgroup"):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
+                limit, used, details = (
+                    _read(f"{group}/memory.{name}") for name in ("max", "current", "stat")
+                )
+                cache = re.search(r"^inactive_file (\d+)", details, re.MULTILINE)
+                free.append(int(limit) - int(used) + (int(cache[1]) if cache else 0))
+            group = os.path.dirname(group.rstrip("/"))
+    return min(free, default=None)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def room() -> tuple[int, str]:
+    """Return how many ranks fit here, by memory and by the limit of open files, and why."""
+    import resource
+
+    rooms = [(sys.maxsize, "")]
+    free = free_bytes()
+    if free is not None:
+        rooms.append(
+            (free // RANK_BYTES[start_method()], f"{free / 1e9:.1f} GB of memory are free")
+        )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY:
+        files -= len(os.listdir("/dev/fd"))
+        rooms.append((files // RANK_FILES, f"{files} more files may be open"))
+    return min(rooms)
+
+
+@dataclass
+class Link:
+    """The notebook's ends of a rank's pipes, and its process."""
+
+    process: Any  # a multiprocessing process of either start method
+    pipes: Pipes
+    setup: Setup
+    heard: bytearray = field(default_factory=bytearray)  # printed by the rank and not shown yet
+    dropped_bytes: int = 0  # printed beyond OUTPUT_LIMIT_BYTES
+    torn: bool = False  # a message went over the pipe in part only
+
+    def listen(self) -> None:
+        """Take what the rank has printed so far."""
+        with contextlib.suppress(OSError):
+            while self.pipes.output.poll(0) and (
+                data := os.read(self.pipes.output.fileno(), 1 << 16)
+            ):
+                kept = data[: max(0, OUTPUT_LIMIT_BYTES - len(self.heard))]
+                self.heard += kept
+                self.dropped_bytes += len(data) - len(kept)
+
+    def stack_by_signal(self) -> str:
+        """Return the stack of a rank whose watchdog gets no turn, as faulthandler writes it."""
+        with contextlib.suppress(OSError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+            dump = _read(os.path.join(self.setup.folder, f"stack{self.setup.rank}"))
+            frames = dump.rpartition("first):\n")[2].partition(f'  File "{rank_side.__file__}"')[0]
+            return "".join(reversed(frames.splitlines(keepends=True)))
+        return ""
+
+    def end(self, wait_s: float) -> None:
+        """End the rank, by force after `wait_s`, and close its pipes."""
+        self.pipes.commands.close()  # end of file: it leaves by itself
+        if self.process.pid is not None:
+            self.process.join(wait_s)
+            if self.process.exitcode is None:
+                self.process.kill()
+                self.process.join(5)
+        for pipe in (self.pipes.control, self.pipes.output, self.pipes.life):
+            pipe.close()
+
+
+def start_rank(setup: Setup) -> Link:
+    """Start a process for one rank; if Stop comes in between, none is left."""
+    context: Any = multiprocessing.get_context(start_method())
+    commands, its_commands = context.Pipe()
+    control, its_control = context.Pipe()
+    output, its_output = context.Pipe(duplex=False)
+    its_life, life = context.Pipe(duplex=False)
+    its = Pipes(its_commands, its_control, its_output, its_life)
+    process = context.Process(target=rank_side.main, args=(setup, its))
+    link = Link(process, Pipes(commands, control, output, life), setup)
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # or the rank would run a script again
+    try:
+        process.start()
+    except BaseException:
+        link.end(0.0)
+        raise
+    finally:
+        sys.modules["__main__"] = main
+        for pipe in (its_commands, its_control, its_output, its_life):
+            pipe.close()
+    return link
+
+
+def end_all(links: dict[int, Link], folder: str, owner: int) -> None:
+    """End the ranks and remove their folder; a fork of the process `owner` leaves both alone."""
+    if os.getpid() == owner:
+        for link in links.values():
+            link.pipes.commands.close()
+        until = time.monotonic() + 1
+        for link in links.values():
+            link.end(max(0.0, until - time.monotonic()))
+        links.clear()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def no_stop() -> Iterator[None]:
+    """Ignore Stop while ranks are put right, which takes seconds at most."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)

@@ -1,0 +1,197 @@
+"""What this rank holds and what it sends, counted by watching and not by asking.
+
+Held bytes are the sizes of the live storages of tensors: each storage once, however many views
+it has. The meter finds them itself, by looking at what every torch operation takes and returns;
+who allocated them has only to say what they are for (`label`). A storage that nobody labelled
+is counted as well, under "other", so nothing can be held in secret.
+
+Sent bytes are the sizes of the buffers that are handed to other ranks, taken from the calls of
+torch.distributed as they happen. `zerolab.practice.comm` is made of sends and says which
+collective they belong to (`sending_as`); a native collective, called by other code, is booked
+with the bytes that its ring algorithm sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = ("parameters", "gradients", "optimizer_states")
+"""Kinds of model state; two more are booked: "temporary" (labelled buffers) and "other"."""
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+
+_watching: list[Meter] = []
+_sending_as: contextvars.ContextVar[str | None] = contextvars.ContextVar("sending_as", default=None)
+
+
+def label(tensor: Tensor, kind: str) -> Tensor:
+    """Says what a tensor's storage is for (one of KINDS, or "temporary"); returns the tensor."""
+    tensor.untyped_storage().zerolab_kind = kind  # type: ignore[attr-defined]
+    for meter in _watching:
+        meter.see(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def sending_as(collective: str) -> Iterator[None]:
+    """Books what is sent inside under this collective; the outermost name counts."""
+    token = _sending_as.set(_sending_as.get() or collective)
+    try:
+        yield
+    finally:
+        _sending_as.reset(token)
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is on: `with Meter() as meter: step(); meter.held()`.
+
+    held    bytes of live storages by kind, now
+    peak    the largest total of live bytes so far, and `peak_by_kind` what it was made of
+    sent    bytes handed to other ranks so far by collective; "control" for scalars, which are
+            not part of any total
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
+        self._held: Counter[str] = Counter()
+        self.peak = 0
+        self.peak_by_kind: dict[str, int] = {}
+        self.sent: Counter[str] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; torch's guard against that would first import its compiler."""
+        return False
+
+    def __enter__(self) -> Meter:
+        _watching.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _watching.remove(self)
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._book(func._schema.name.split("::")[1], args)
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, Tensor):
+                self.see(value)
+        return result
+
+    def see(self, tensor: Tensor) -> None:
+        """Looks at a tensor's storage: is it new, has it another size or another label?"""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            weakref.finalize(storage, self._forget, key).atexit = False
+        self._count(key, storage)
+        self._compare_peak()
+
+    def held(self) -> dict[str, int]:
+        """Bytes that live now: every kind of model state, "temporary", "other" and "total"."""
+        for key, (reference, _, _) in list(self._live.items()):
+            storage = reference()
+            if storage is not None:
+                self._count(key, storage)
+        held = {kind: self._held[kind] for kind in (*KINDS, "temporary", "other")}
+        return held | {"total": sum(held.values())}
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes sent so far by collective, their "total", and "control" beside it."""
+        names = [*COLLECTIVES, *sorted(set(self.sent) - {*COLLECTIVES, "control"})]
+        sent = {name: self.sent[name] for name in names}
+        return sent | {"total": sum(sent.values()), "control": self.sent["control"]}
+
+    def reset_peak(self) -> None:
+        """Starts the search for the peak anew from what lives now."""
+        self.peak, self.peak_by_kind = 0, {}
+        self.held()
+        self._compare_peak()
+
+    def _count(self, key: int, storage: Any) -> None:
+        size, kind = storage.nbytes(), getattr(storage, "zerolab_kind", "other")
+        _, old_size, old_kind = self._live.get(key, (None, 0, kind))
+        self._held[old_kind] -= old_size  # it may have been resized, or labelled, since last seen
+        self._held[kind] += size
+        self._live[key] = (weakref.ref(storage), size, kind)
+
+    def _forget(self, key: int) -> None:
+        _, size, kind = self._live.pop(key, (None, 0, "other"))
+        self._held[kind] -= size
+
+    def _compare_peak(self) -> None:
+        total = self._held.total()
+        if total > self.peak:
+            self.peak, self.peak_by_kind = total, {k: v for k, v in self._held.items() if v}
+
+    def _book(self, op: str, args: Any) -> None:
+        if op not in _NATIVE:
+            return
+        collective, handed = _NATIVE[op]
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        largest = max((t.numel() * t.element_size() for t in tensors), default=0)
+        total = sum(t.numel() * t.element_size() for t in tensors)
+        bytes_sent = handed(largest, total, dist.get_world_size())
+        self.sent[_sending_as.get() or collective] += bytes_sent
+
+
+# What one rank hands to others in a call of torch.distributed, from the largest tensor among the
+# call's arguments (the unsharded one), all tensors together, and the number of ranks.
+_NATIVE: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
+    "send": ("send", lambda largest, total, n: largest),
+    "broadcast_": ("broadcast", lambda largest, total, n: largest * (n - 1) // n),
+    "allreduce_": ("all_reduce", lambda largest, total, n: 2 * total * (n - 1) // n),
+    "allreduce_coalesced_": ("all_reduce", lambda largest, total, n: 2 * total * (n - 1) // n),
+    "_reduce_scatter_base_": ("reduce_scatter", lambda largest, total, n: largest * (n - 1) // n),
+    "_allgather_base_": ("all_gather", lambda largest, total, n: largest * (n - 1) // n),
+    "reduce_scatter_": ("reduce_scatter", lambda largest, total, n: largest * (n - 1)),
+    "allgather_": ("all_gather", lambda largest, total, n: largest * (n - 1)),
+    "alltoall_base_": ("all_to_all", lambda largest, total, n: largest * (n - 1) // n),
+    "alltoall_": ("all_to_all", lambda largest, total, n: total // 2 * (n - 1) // n),
+}
+
+
+def loopback_bytes() -> int | None:
+    """Bytes that the operating system has put on this network namespace's loopback so far.
+
+    None where there is no such counter (macOS, Windows). Counts the ranks of every world that
+    shares the namespace, and packet headers too (about 0.1 % of large messages).
+    """
+    try:
+        with open("/proc/net/dev", encoding="ascii") as table:
+            for line in table:
+                name, _, counters = line.partition(":")
+                if name.strip() == "lo":
+                    return int(counters.split()[0])
+    except OSError:
+        pass
+    return None
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's own elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+__all__ = [
+    "COLLECTIVES",
+    "KINDS",
+    "Meter",
+    "bytes_of",
+    "label",
+    "loopback_bytes",
+    "sending_as",
+]

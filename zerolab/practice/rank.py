@@ -1,0 +1,384 @@
+"""The rank's own side of a World: what one process of the group does, from its start to its end.
+
+A rank is a process beside the notebook. Its main thread waits for a command on a pipe, runs it, and
+answers on the same pipe. A second thread, the watchdog, answers on another pipe while the main
+thread is busy: it tells where the main thread is, or gets it out of there. When the notebook is
+gone, the watchdog's end of file ends the rank, or a signal does, even while C code holds the GIL.
+
+torch is imported inside functions only: the notebook imports this module too, and need not wait.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import datetime
+import faulthandler
+import io
+import json
+import marshal
+import os
+import pickle
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from zerolab.practice import private_net
+
+GROUP_TIMEOUT = datetime.timedelta(days=1)  # the notebook's own limit comes first
+HIDDEN_FILES = ("torch/distributed/c10d_logger.py",)  # it wraps each collective, and says nothing
+BROKEN_CONNECTION = (  # in an error's text: it follows from what happened on another rank
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "communicator was aborted",
+)
+Frame = tuple[str, int | None, str, int | None, int | None, int | None]
+# file, line, name of the function, then end line, first and last column
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank is told at its start."""
+
+    rank: int
+    size: int
+    threads: int  # torch's, on this rank
+    backend: str  # "auto", "gloo" or "nccl"
+    check: bool  # compare op, shape and dtype of each collective over the ranks
+    folder: str  # this world's, private
+    environ: dict[str, str]  # the notebook's, now
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """One side's ends of the pipes between the notebook and a rank."""
+
+    commands: Connection  # for the main thread
+    control: Connection  # for the watchdog
+    output: Connection  # what the rank prints
+    life: Connection  # nothing is written to it; it ends when the notebook does
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call failed, in parts: only the notebook can add the source lines of its cells."""
+
+    summary: str  # follows "rank 2"
+    chain: list[
+        tuple[str, list[Frame], str]
+    ]  # how it came up, frames, message; the first error first
+    consequence: bool  # another rank's failure, or Stop, made this one
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank was doing when its watchdog was asked."""
+
+    frames: list[Frame] | None  # None: it runs nothing
+    pending: list[tuple[str, str]]  # collectives not done: name and number, dtype and shape
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle, with code that remembers its file or cell (3.1.3 gives all code one name)."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        {types.CodeType: lambda code: (marshal.loads, (marshal.dumps(code),))}
+    )
+
+
+def dumps(value: object) -> bytes:
+    """Pickle `value` with all that it refers to, functions and classes of cells included."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+_namespace: dict[str, Any] | None = None
+
+
+def namespace() -> dict[str, Any]:
+    """Return this rank's own variables, which stay from call to call.
+
+    A %%ranks cell runs among them and `World.inspect` reads them; RANK and WORLD_SIZE are there
+    from the start. Raises RuntimeError in a process that is no rank.
+    """
+    if _namespace is None:
+        raise RuntimeError("namespace() is for functions that run on a rank, as in world.run(fn)")
+    return _namespace
+
+
+def begin_namespace(rank: int, size: int) -> dict[str, Any]:
+    """Make this process a rank, with variables of its own."""
+    global _namespace
+    _namespace = {"__name__": "__main__", "RANK": rank, "WORLD_SIZE": size}
+    return _namespace
+
+
+def is_rank() -> bool:
+    """Say whether this process is a rank."""
+    return _namespace is not None
+
+
+def run_cell(source: str, name: str, variables: dict[str, Any]) -> None:
+    """Run the text of a cell; as in a notebook, the value of a last expression is printed."""
+    body, last = ast.parse(source, name).body, []
+    if body and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";"):
+        last.append(body.pop())
+    exec(compile(ast.Module(body, type_ignores=[]), name, "exec"), variables)
+    exec(compile(ast.Interactive(last), name, "single"), variables)
+
+
+# ---- errors, stacks and pending collectives ------------------------------------------------------
+
+
+def _user_frames(stack: Iterable[traceback.FrameSummary]) -> list[Frame]:
+    """Return the frames of what the rank was asked to run: those below the last of this file."""
+    frames: list[Frame] = []
+    for f in stack:
+        if f.filename == __file__:
+            frames.clear()
+        elif not f.filename.endswith(HIDDEN_FILES):
+            frames.append((f.filename, f.lineno, f.name, f.end_lineno, f.colno, f.end_colno))
+    return frames
+
+
+def _failure(error: BaseException) -> Failure:
+    """Take apart an error that a call raised, with the errors that led to it."""
+    summary = ": " + "".join(traceback.format_exception_only(error)).strip()
+    consequence = any(words in summary for words in BROKEN_CONNECTION)
+    if isinstance(error, SystemExit):
+        summary = f" called exit with code {error.code or 0}: end its function with return instead"
+    chain: list[tuple[str, list[Frame], str]] = []
+    link: BaseException | None = error
+    while link is not None and len(chain) < 10:
+        before, how = link.__cause__, "\nThis error was the direct cause of the next one:\n\n"
+        if before is None:
+            before = None if link.__suppress_context__ else link.__context__
+            how = "\nWhile this error was handled, another one came up:\n\n"
+        message = "".join(traceback.format_exception_only(link))
+        frames = _user_frames(traceback.extract_tb(link.__traceback__))
+        chain.append((how if before else "", frames, message))
+        link = before
+    return Failure(summary, chain[::-1], consequence or isinstance(error, KeyboardInterrupt))
+
+
+def _pending_since(time_ns: int) -> list[tuple[str, str]]:
+    """Return this rank's unfinished collectives since a moment (time.time_ns).
+
+    torch's flight recorder, which knows them, has no public name; without it the list is empty.
+    """
+    pending = []
+    with contextlib.suppress(Exception):
+        import torch._C._distributed_c10d as c10d
+
+        dump: Any = getattr(c10d, "_dump_fr_trace_json")  # noqa: B009
+        for e in json.loads(dump(True, False))["entries"]:
+            if e["time_created_ns"] >= time_ns and not e["retired"]:
+                number = e["p2p_seq_id" if e.get("is_p2p") else "collective_seq_id"]
+                tensors = zip(e["input_dtypes"], e["input_sizes"], strict=False)
+                given = " and ".join(f"{dtype} {shape}" for dtype, shape in tensors)
+                pending.append((f"{e['profiling_name'].split(':')[-1]} #{number}", given))
+    return pending
+
+
+# ---- the group -----------------------------------------------------------------------------------
+
+
+def shut_connections() -> None:
+    """Shut this process's network connections: who waits in gloo, here or on a peer, gets an error.
+
+    The listening socket stays: shutting it would make gloo abort the process.
+    """
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            fd = int(name)
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()  # a listening socket has none: OSError
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+def leave_group() -> None:
+    """Leave the process group, whatever state it is in; never waits for a peer."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def join_group(
+    backend: str, check: bool, rank: int, size: int, store: str | None = None
+) -> dict[str, object]:
+    """Form a group with the other ranks over the file `store`, or at the launcher's address.
+
+    Returns the backend and whether its ports are private. Raises ValueError without GPUs for nccl.
+    """
+    import torch
+    import torch.distributed as dist
+
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if backend == "nccl" and gpus < here:
+        raise ValueError(f"{here} ranks need as many GPUs, here are {gpus}: use backend='gloo'")
+    backend = ("nccl" if gpus >= here else "gloo") if backend == "auto" else backend
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.set_debug_level(dist.DebugLevel.DETAIL if check else dist.DebugLevel.OFF)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        store=dist.FileStore(store, size) if store else None,
+        rank=rank,
+        world_size=size,
+        timeout=GROUP_TIMEOUT,
+    )
+    dist.all_to_all_single(torch.zeros(size), torch.zeros(size))
+    return {"backend": backend, "private_ports": private_net.private}
+
+
+# ---- the rank ------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank: its variables, and the loop that serves the notebook."""
+
+    def __init__(self, setup: Setup, pipes: Pipes) -> None:
+        self.setup, self.pipes = setup, pipes
+        self.variables = begin_namespace(setup.rank, setup.size)
+        self.calling = False  # the main thread runs the learner's code
+        self.began_ns = time.time_ns()  # the last command
+
+    def serve(self) -> NoReturn:
+        """Answer one command after the other until the notebook closes the pipe."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                serial, kind, body = pickle.loads(self.pipes.commands.recv_bytes())
+                try:
+                    answer = self.answer(kind, body)
+                except KeyboardInterrupt as error:  # Stop came just as the call ended
+                    answer = _failure(error)
+                self.pipes.commands.send_bytes(pickle.dumps((serial, answer)))
+        end()
+
+    def answer(self, kind: str, body: Any) -> bytes | Failure:
+        """Carry out one command; return its pickled value, or what went wrong."""
+        self.began_ns, self.calling = time.time_ns(), kind not in ("join", "leave")
+        doing = "cannot load what was sent to it"
+        try:
+            work = self.prepare(kind, body)
+            doing = ""
+            value = work()
+            doing = f"gave back a {type(value).__name__}, which cannot be sent"
+            return dumps(value)
+        except BaseException as error:
+            self.calling = False
+            shut_connections()  # peers that wait for this rank in a collective fail at once
+            failure = _failure(error)
+            if doing and not failure.consequence:
+                return Failure(f" {doing} ({type(error).__name__}: {error})", [], False)
+            return failure
+        finally:
+            self.calling = False
+            _flush()
+
+    def prepare(self, kind: str, body: Any) -> Callable[[], object]:
+        """Turn a command into what is to be run."""
+        if kind == "call":
+            function, args, kwargs = pickle.loads(body)
+            return lambda: function(*args, **kwargs)
+        if kind == "cell":
+            source, name = body
+            return lambda: run_cell(source, name, self.variables)
+        if kind == "inspect":
+            code = body.strip()
+            return lambda: eval(compile(code, "<inspect>", "eval"), self.variables)
+        if kind == "leave":
+            shut_connections()
+            return leave_group
+        s = self.setup
+        return lambda: join_group(s.backend, s.check, s.rank, s.size, body)
+
+    def on_stop(self, *_: object) -> None:
+        """Stop the learner's code, once in a call, and nothing else; SIGINT from the watchdog."""
+        if self.calling:
+            self.calling = False
+            raise KeyboardInterrupt
+
+    def watch(self) -> None:
+        """Be the watchdog: answer while the main thread is busy, and end with the notebook."""
+        main_thread = threading.main_thread().ident or 0
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                serial, what = self.pipes.control.recv()
+                stack = traceback.extract_stack(sys._current_frames()[main_thread])
+                frames = _user_frames(stack) if self.calling else None
+                activity = Activity(frames, _pending_since(self.began_ns))
+                if what == "stop":
+                    shut_connections()
+                    signal.pthread_kill(main_thread, signal.SIGINT)
+                self.pipes.control.send((serial, activity))
+        end()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def end() -> NoReturn:
+    """End this rank without tearing gloo down, which now and then aborts the process."""
+    _flush()
+    os._exit(0)
+
+
+def _end_with(life: Connection) -> None:
+    """Have the system end this process when the notebook's end of the pipe closes."""
+    import fcntl
+
+    fd = life.fileno()
+    with contextlib.suppress(OSError):  # where pipes cannot, the watchdog is left
+        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO
+    if life.poll(0):  # it closed before the guard stood
+        end()
+
+
+def main(setup: Setup, pipes: Pipes) -> NoReturn:
+    """Be a rank: called in the new process, never returns."""
+    os.setsid()  # Stop goes to the notebook's process group; ranks hear of it from the notebook
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with(pipes.life)
+    os.dup2(pipes.output.fileno(), 1)
+    os.dup2(pipes.output.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", 1, encoding="utf-8", errors="replace")
+    rank, size = str(setup.rank), str(setup.size)
+    os.environ.update(setup.environ, RANK=rank, LOCAL_RANK=rank)
+    os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    faulthandler.enable(file=2)
+    dump = os.open(os.path.join(setup.folder, f"stack{rank}"), os.O_CREAT | os.O_WRONLY)
+    faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False)  # if the watchdog cannot
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about new names
+
+    import torch
+
+    torch.set_num_threads(setup.threads)
+    torch.manual_seed(setup.rank)
+    this = Rank(setup, pipes)
+    signal.signal(signal.SIGINT, this.on_stop)
+    threading.Thread(target=this.watch, daemon=True).start()
+    this.serve()

@@ -1,0 +1,108 @@
+"""Tiers below the GPU: what may live there, and the bandwidth that each edge then needs.
+
+ZeRO-Offload (arXiv 2101.06840, §3) cuts a step's data-flow graph between GPU and CPU; ZeRO-Infinity
+(arXiv 2104.07857, §4) asks how fast a tier must be. Edge weights are bytes per parameter and step.
+"""
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import sympy as sp
+
+from zerolab.theory.derivation import Derivation, quotient
+from zerolab.theory.notation import L, Psi, b, h, s
+from zerolab.theory.values import one_of, whole
+
+MOVABLE = ("param16", "grad16", "states", "update", "float2half")
+GPU_BYTES = {"param16": 2, "grad16": 2, "states": 12}
+EDGES = (  # ZeRO-Offload figure 2; forward and backward, merged, stay on the GPU
+    ("param16", "forward-backward", 4),  # once for each of the two
+    ("forward-backward", "grad16", 2),
+    ("grad16", "update", 2),
+    ("states", "update", 12),
+    ("update", "states", 12),
+    ("update", "float2half", 4),
+    ("float2half", "param16", 2),
+)
+# ZeRO-Offload table 4, seconds a step: CPU-Adam, PyTorch on the CPU, PyTorch on the GPU
+ADAM_S = {1: (0.22, 1.39, 0.10), 2: (0.51, 2.75, 0.26), 4: (1.03, 5.71, 0.64),
+          8: (2.41, 11.93, 0.87), 10: (2.57, 14.76, 1.00)}  # fmt: skip
+CPU_ADAM_S_PER_PARAM = 2.57 / 10e9
+PEAK_FLOPS_PER_S = 70 * 10**12  # what ZeRO-Infinity takes as achievable on a V100
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What moves to the CPU, the bytes that cross, and the bytes that stay on the GPU."""
+
+    on_cpu: tuple[str, ...]
+    crossing: int  # bytes per parameter and step
+    on_gpu: int  # bytes per parameter
+
+
+def cut(*on_cpu: str) -> Cut:
+    """One way to split the graph; forward and backward always stay on the GPU."""
+    below = {one_of("Node", node, MOVABLE) for node in on_cpu}
+    crossing = sum(weight for u, v, weight in EDGES if (u in below) != (v in below))
+    on_gpu = sum(size for node, size in GPU_BYTES.items() if node not in below)
+    return Cut(tuple(n for n in MOVABLE if n in below), crossing, on_gpu)
+
+
+def cuts() -> tuple[Cut, ...]:
+    """All splits that move something, the least crossing first, then the least left on the GPU.
+
+    The first is ZeRO-Offload's: 4 bytes cross per parameter and 2 stay. Leaving the gradients on
+    the GPU crosses as much and leaves 4; no split crosses less.
+    """
+    ways = (cut(*c) for k in range(1, 6) for c in combinations(MOVABLE, k))
+    return tuple(sorted(ways, key=lambda way: (way.crossing, way.on_gpu)))
+
+
+def derive_intensity(what: str) -> Derivation:
+    """FLOPs per byte moved, ZeRO-Infinity §4.1; a step computes 8 FLOPs per parameter and token."""
+    ci = sp.Symbol("ci", positive=True, integer=True)
+    compute, params = 8 * b * s * Psi, 12 * L * h**2
+    moved, reason = {
+        "parameters and gradients": (8 * Psi, "three loads and one store of 2 bytes"),
+        "optimizer states": (32 * Psi, "16 bytes read and 16 written"),
+        "checkpoints": (4 * b * s * h * L / ci, "2bshL/ci bytes stored and loaded once"),
+    }[one_of("State", what, ("parameters and gradients", "optimizer states", "checkpoints"))]
+    work = compute.subs(Psi, params) if what == "checkpoints" else compute
+    title, unit = f"Arithmetic intensity, {what}", "FLOPs per byte"
+    start = Derivation(title, quotient(work, moved), reason, unit=unit)
+    return start.then(sp.cancel(work / moved), "cancelled")
+
+
+def efficiency(intensity: float, bytes_per_s: float, peak: int = PEAK_FLOPS_PER_S) -> sp.Rational:
+    """Share of the peak without overlap, ZeRO-Infinity §4.1: ait·bw/(ait·bw + peak)."""
+    fed = sp.Integer(whole("intensity", intensity, 1)) * whole("bytes_per_s", bytes_per_s, 1)
+    return fed / (fed + whole("peak", peak, 1))
+
+
+def bandwidth_for(share: sp.Rational, intensity: int, peak: int = PEAK_FLOPS_PER_S) -> sp.Rational:
+    """Bytes/s that reach a share of the peak: `efficiency` solved for the bandwidth."""
+    if not 0 < share < 1:
+        raise ValueError(f"An efficiency lies between 0 and 1, and {share} does not.")
+    return sp.nsimplify(share / (1 - share)) * peak / whole("intensity", intensity, 1)
+
+
+def cpu_adam_s(params: float) -> float:
+    """Seconds of one CPU-Adam step on one node at the paper's speed, 0.257 s per 1e9 parameters."""
+    return whole("params", params) * CPU_ADAM_S_PER_PARAM
+
+
+def disk_step_s(params: float, bytes_per_s: float, bytes_per_param: int = 16) -> float:
+    """Seconds to read and to write all optimizer states once; 16 is what DeepSpeed's files hold."""
+    return 2 * bytes_per_param * whole("params", params) / bytes_per_s
+
+
+def delayed(weight: sp.Rational, lr: sp.Rational, steps: int, delay: int = 1) -> list[sp.Rational]:
+    """Gradient descent on w² with the gradient of `delay` steps ago (ZeRO-Offload §5.2).
+
+    The first `delay` steps have no gradient to use and change nothing.
+    """
+    path = [weight]
+    for step in range(steps):
+        gradient = 2 * path[step - delay] if step >= delay else 0
+        path.append(path[-1] - lr * gradient)
+    return path[1:]

@@ -1,0 +1,32 @@
+"""Input manners, once: whole numbers and known names, or one sentence saying what is possible."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from math import isfinite
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def whole(name: str, value: float, least: int = 0) -> int:
+    """`value` as an exact int of at least `least`; 7.5e9 is welcome, 0.5, True and "8" are not."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not number or int(value) != value or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+    return int(value)
+
+
+def one_of(name: str, value: T, known: Iterable[T]) -> T:
+    """`value` when it is among `known`; otherwise ValueError with the nearest names."""
+    names = list(known)
+    if value in names and not isinstance(value, bool):
+        return value
+    text = [str(n) for n in names]
+    near = get_close_matches(str(value), text, n=3, cutoff=0.4)
+    hint = f"the nearest are {', '.join(near)}" if near else f"possible are {', '.join(text)}"
+    raise ValueError(f"{name} {value!r} is not known; {hint}.")
+
+
+def gigabytes(num_bytes: float, digits: int = 2) -> str:
+    """Bytes for people: decimal GB (1e9 bytes)."""
+    return f"{num_bytes / 1e9:,.{digits}f} GB"
