@@ -186,7 +186,7 @@ def gathers_fp32(own, comm):
 
 def keeps_a_copy(own, comm):
     step(own, comm)
-    own.kept = own.full_grads.clone()
+    own.adamw.kept = own.full_grads.clone()
 
 
 def raises(own, comm):
@@ -199,7 +199,6 @@ def one_rank_skips(own, comm):
 
 
 def uses_the_package(own, comm):
-    own.comm = comm
     Stage1.step(own)
 
 

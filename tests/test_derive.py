@@ -8,7 +8,14 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from zerolab.course.derive import DeriveError, main, read, refuse_local_outputs, strip_source
+from zerolab.course.derive import (
+    DeriveError,
+    cleaned,
+    main,
+    read,
+    refuse_local_outputs,
+    strip_source,
+)
 
 EXERCISE = """def own(n):
     \"\"\"A docstring stays.\"\"\"
@@ -209,6 +216,22 @@ def test_outputs_that_differ_between_machines_are_refused(tmp_path, text, what):
         else:
             with pytest.raises(DeriveError, match=what):
                 refuse_local_outputs(nb, tmp_path / "01.ipynb")
+
+
+def test_a_run_that_prints_a_machine_path_is_refused_before_it_is_stored(tmp_path, capsys):
+    path = save(tmp_path, new_code_cell("print('/' + 'tmp' + '/shard')", id="leak"))
+    before = path.read_bytes()
+    assert derive(tmp_path) == 1
+    assert "01_first.ipynb, cell 1 (id leak) stores an absolute path" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_pieces_of_one_stream_are_stored_as_one():
+    pieces = [("stdout", "a"), ("stdout", "b"), ("stderr", "c"), ("stdout", "d")]
+    outputs = [new_output("stream", name=name, text=text) for name, text in pieces]
+    nb = cleaned(new_notebook(cells=[new_code_cell("1", id="one", outputs=outputs)]))
+    stored = [(output.name, output.text) for output in nb.cells[0].outputs]
+    assert stored == [("stdout", "ab"), ("stderr", "c"), ("stdout", "d")]
 
 
 def test_a_cell_that_fails_is_named_and_nothing_is_written(tmp_path, capsys):

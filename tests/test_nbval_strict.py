@@ -43,7 +43,8 @@ def validate(folder: Path, *, strict: bool) -> dict[str, dict[str, str]]:
         cwd=folder,
         env={"PYTHONPATH": str(TESTS), "PATH": "/usr/bin:/bin", "HOME": str(folder)},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,  # a pipe would stay open as long as a kernel does
+        stderr=subprocess.DEVNULL,
         timeout=120,
     )
     result: dict[str, dict[str, str]] = {}

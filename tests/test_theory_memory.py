@@ -18,7 +18,6 @@ from zerolab.theory import (
     derive_stage,
     held,
     held_bytes,
-    limit_reduction,
     padding,
 )
 from zerolab.theory.memory import adafactor_state_bytes, sharded_kinds
@@ -74,7 +73,7 @@ def test_the_four_stages_in_symbols():
 
 
 def test_reductions_tend_to_4_and_8_and_stage_3_to_the_number_of_ranks():
-    assert [limit_reduction(stage) for stage in STAGES] == [1, 4, 8, N_d]
+    assert [derive_limit(stage).result for stage in STAGES] == [1, 4, 8, N_d]
     assert derive_limit(1).steps[1].expr.subs(N_d, 8) == sp.Rational(32, 11)  # 2.909
 
 
@@ -178,6 +177,8 @@ def test_one_flat_unit_is_the_default_and_units_pad_one_by_one():
         (lambda: held_bytes(1, 0, 10), "ranks must be a whole number of at least 1"),
         (lambda: held_bytes(1, 4, -3), "params must be a whole number of at least 1"),
         (lambda: held_bytes(1, 4, 0.5), "params must be a whole number"),
+        (lambda: held_bytes(1, 4, 7.5), "params must be a whole number"),
+        (lambda: held_bytes(1, 4, "7"), "params must be a whole number"),
         (lambda: held_bytes(1, 4, float("nan")), "params must be a whole number"),
         (lambda: held_bytes(1, True, 5), "ranks must be a whole number"),
         (lambda: held_bytes(4, 4, 10), "possible are 0, 1, 2, 3"),

@@ -7,18 +7,17 @@ import sympy as sp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerolab.course.oracles import delayed
+from zerolab.course.partition import even_shards, greedy_shards, row_shards
 from zerolab.theory.notation import b, h, s
 from zerolab.theory.offload import (
-    ADAM_S,
     MOVABLE,
     bandwidth_for,
     cut,
     cuts,
-    delayed,
     derive_intensity,
     efficiency,
 )
-from zerolab.theory.partition import even_shards, greedy_shards, row_shards
 from zerolab.theory.precision import BF16, FP16, FP32, derive_loss_scale
 from zerolab.theory.residual import activation_bytes
 
@@ -56,10 +55,6 @@ def test_bandwidth_and_efficiency_are_inverse(percent, intensity):
     reached = bandwidth * intensity / (bandwidth * intensity + 70 * 10**12)
     assert reached == share
     assert efficiency(intensity, int(bandwidth) + 1) >= share
-
-
-def test_cpu_adam_is_slower_than_the_gpu_and_faster_than_torch_on_the_cpu():
-    assert all(gpu < cpu_adam < torch_cpu for cpu_adam, torch_cpu, gpu in ADAM_S.values())
 
 
 def test_a_delayed_update_first_does_nothing():

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerolab.course.compare import compare
+from zerolab.course.search import fastest, what_next
+from zerolab.course.typed import deepspeed_json, pytorch_lines
 from zerolab.theory import COLLECTIVES, KINDS, held_bytes, sent_bytes
 from zerolab.theory.catalog import LINKS, MODELS, NODES, Cluster, cluster, model
-from zerolab.theory.compare import compare
 from zerolab.theory.plan import Strategy, plan
-from zerolab.theory.search import fastest, what_next
-from zerolab.theory.typed import deepspeed_json, pytorch_lines
 
 
 @given(st.integers(1, 10**10), st.integers(1, 500), st.sampled_from(range(4)), st.integers(1, 8))
@@ -149,7 +149,7 @@ def test_the_fastest_that_fits_is_found_within_a_second(name):
     assert p.verdict in ("fits", "tight") and p.tokens_per_s > 0
     slow = plan(name, "dgx-a100", Strategy(3, optimizer_on="nvme", parameters_on="nvme",
                                            recompute="full"))  # fmt: skip
-    assert p.tokens_per_s >= slow.tokens_per_s
+    assert p.tokens_per_s > slow.tokens_per_s
 
 
 def test_what_next_keeps_the_batch_and_names_the_floor():

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zerolab.plan_command import add_plan
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; whatever cannot be done is said in one sentence on stderr."""
@@ -38,13 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say whether this machine can run the course")
     doctor.set_defaults(run=_doctor)
 
-    plan = commands.add_parser("plan", help="bytes that each rank will hold and send")
-    plan.add_argument("--params", type=_number, required=True, help="parameters, such as 7.5e9")
-    plan.add_argument("--ranks", type=_number, required=True, help="data-parallel degree")
-    plan.add_argument("--stage", type=int, required=True, help="ZeRO stage, 0 to 3")
-    plan.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
-    plan.set_defaults(run=_plan)
+    add_plan(commands)
 
     measure = commands.add_parser("measure", help="train on real ranks and count their bytes")
     measure.add_argument("--stage", type=int, required=True, help="ZeRO stage")
@@ -62,15 +58,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _number(text: str) -> float:
-    """An int where the text means a whole number: 64, 7.5e9."""
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    return int(number) if number.is_integer() else number
-
-
 def _lab(arguments: argparse.Namespace) -> int:
     from zerolab.course.lab import start_lab
 
@@ -85,19 +72,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     return 0 if all(finding.fine for finding in findings) else 1
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from zerolab.theory.plan import plan
-
-    made = plan(
-        params=arguments.params,
-        ranks=arguments.ranks,
-        stage=arguments.stage,
-        recipe=arguments.recipe,
-    )
-    print(json.dumps(made.as_dict(), indent=2) if arguments.json else made.as_text())
-    return 0
 
 
 def _measure(arguments: argparse.Namespace) -> int:

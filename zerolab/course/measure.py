@@ -93,11 +93,17 @@ class Comparison:
 
 
 def measure(
-    stage: int, ranks: int, recipe: str = "adamw-mixed", steps: int = 10, world: World | None = None
+    stage: int,
+    ranks: int,
+    recipe: str = "adamw-mixed",
+    steps: int = 10,
+    world: World | None = None,
+    **more: Any,
 ) -> Comparison:
     """Trains the small GPT on real ranks and holds what they did against what is derived.
 
-    Starts a world of its own unless one of that size is given. ValueError, in one sentence, for a
+    Starts a world of its own unless one of that size is given; `more` are further fields of
+    `zerolab.practice.measure.Job`, such as micro_batches. ValueError, in one sentence, for a
     stage, a recipe or a number of ranks or steps that cannot be run.
     """
     if stage not in STAGES:
@@ -105,7 +111,7 @@ def measure(
     precision_of(recipe)
     if steps < 1:
         raise ValueError(f"{steps} steps show nothing: train for at least 1.")
-    job = Job(stage, recipe, steps=steps)
+    job = Job(stage, recipe, steps=steps, **more)
     if world is None:
         with World(ranks) as own_world:
             return _compare(job, own_world)
@@ -117,8 +123,8 @@ def _compare(job: Job, world: World) -> Comparison:
     counts: list[Count] = world.run(count, job)
     weights, digest = world.run(train_in_one_process, job, ranks, ranks=[0])[0]
     first = counts[0]
-    held = held_bytes(job.stage, ranks, first.params, job.recipe)
-    sent = sent_bytes(job.stage, ranks, first.params, job.recipe)
+    held = held_bytes(job.stage, ranks, first.params, job.recipe, first.units)
+    sent = sent_bytes(job.stage, ranks, first.params, job.recipe, first.units, job.micro_batches)
     total_wire, reason = _wire(counts, world)
     return Comparison(
         stage=job.stage,

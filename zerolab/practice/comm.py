@@ -11,6 +11,8 @@ This is the only file through which the stages communicate. What is sent is book
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch.distributed import P2POp, irecv, isend
 
 from zerolab.practice.meter import label, sending_as
 from zerolab.practice.sharding import shard_of
+
+Finish = Callable[[], None]
 
 
 class Comm:
@@ -37,16 +41,25 @@ class Comm:
         (numel / world_size,), the sum of every rank's r-th part. `shard` may be a view of
         `full`. Sends (N-1)/N of full's bytes.
         """
+        self.start_reduce_scatter(shard, full)()
+
+    def start_reduce_scatter(self, shard: Tensor, full: Tensor) -> Finish:
+        """Begins a reduce-scatter; the call of what it returns waits, and adds up in rank order."""
         self._same_length(shard, full)
-        with sending_as("reduce_scatter"):
-            parts = {self.rank: shard_of(full, self.world_size, self.rank)}
-            ops = []
-            for peer in self._peers():
-                parts[peer] = label(torch.empty_like(shard), "temporary")
-                ops.append(P2POp(isend, shard_of(full, self.world_size, peer), peer))
-                ops.append(P2POp(irecv, parts[peer], peer))
-            self._exchange(ops)
-        shard.copy_(sum_in_rank_order([parts[rank] for rank in range(self.world_size)]))
+        parts = {self.rank: shard_of(full, self.world_size, self.rank)}
+        ops = []
+        for peer in self._peers():
+            parts[peer] = label(torch.empty_like(shard), "temporary")
+            ops.append(P2POp(isend, shard_of(full, self.world_size, peer), peer))
+            ops.append(P2POp(irecv, parts[peer], peer))
+        wait = self._exchange(ops, "reduce_scatter")
+
+        def finish() -> None:
+            wait()
+            shard.copy_(sum_in_rank_order([parts[rank] for rank in range(self.world_size)]))
+            parts.clear()
+
+        return finish
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """Fills `full` on every rank with all ranks' shards in rank order.
@@ -54,14 +67,18 @@ class Comm:
         Before: rank r holds `shard` (numel / world_size,). After: every rank holds `full`
         (numel,). `shard` may be this rank's part of `full`. Sends N-1 times the shard's bytes.
         """
+        self.start_all_gather(full, shard)()
+
+    def start_all_gather(self, full: Tensor, shard: Tensor) -> Finish:
+        """Begins an all-gather; the call of what it returns waits for the other ranks' shards."""
         self._same_length(shard, full)
-        with sending_as("all_gather"):
-            ops = []
-            for peer in self._peers():
-                ops.append(P2POp(isend, shard, peer))
-                ops.append(P2POp(irecv, shard_of(full, self.world_size, peer), peer))
-            self._exchange(ops)
+        ops = []
+        for peer in self._peers():
+            ops.append(P2POp(isend, shard, peer))
+            ops.append(P2POp(irecv, shard_of(full, self.world_size, peer), peer))
+        wait = self._exchange(ops, "all_gather")
         shard_of(full, self.world_size, self.rank).copy_(shard)
+        return wait
 
     def all_reduce(self, full: Tensor) -> None:
         """Replaces `full` by its sum over ranks, on each: a reduce-scatter, then an all-gather.
@@ -73,13 +90,26 @@ class Comm:
             self.reduce_scatter(shard, full)
             self.all_gather(full, shard)
 
+    def control_sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks, in rank order, of a few numbers (n,), booked as control."""
+        with sending_as("control"):
+            every = value.new_empty(self.world_size * value.numel())
+            self.all_gather(every, value)
+        return sum_in_rank_order(list(every.view(self.world_size, -1)))
+
     def _peers(self) -> list[int]:
         """The other ranks, each rank beginning with its neighbour so that no one is besieged."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
-    def _exchange(self, ops: list[P2POp]) -> None:
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+    def _exchange(self, ops: list[P2POp], collective: str) -> Finish:
+        with sending_as(collective):
+            works = dist.batch_isend_irecv(ops) if ops else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def _same_length(self, shard: Tensor, full: Tensor) -> None:
         if shard.numel() * self.world_size != full.numel() or shard.dtype != full.dtype:

@@ -41,7 +41,11 @@ def batch(
     All ranks together read on through the training lines; no two ranks get the same ones.
     Targets are the tokens one place later.
     """
-    first = (step * world_size + rank) * sequences * lines
+    return batch_from((step * world_size + rank) * sequences * lines, sequences, lines)
+
+
+def batch_from(first: int, sequences: int, lines: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of the training lines from number `first` on, `lines` in a sequence."""
     rows = [
         encode("".join(line((first + row * lines + i) % TRAIN_LINES) for i in range(lines)))
         for row in range(sequences)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class GPTConfig:
     width: int = 64
     layers: int = 2
     heads: int = 4
+    dropout: float = 0.0
+    tied: bool = False  # the head's matrix is the token embedding's
+    recompute: bool = False  # blocks keep their input alone, and run forward again in backward
 
 
 class Embedding(nn.Module):
@@ -38,7 +42,7 @@ class Block(nn.Module):
 
     def __init__(self, c: GPTConfig) -> None:
         super().__init__()
-        self.heads = c.heads
+        self.heads, self.dropout = c.heads, nn.Dropout(c.dropout)
         self.norm1 = nn.LayerNorm(c.width)
         self.qkv = nn.Linear(c.width, 3 * c.width)
         self.out = nn.Linear(c.width, c.width)
@@ -52,7 +56,7 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head width)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class Head(nn.Module):
@@ -78,6 +82,8 @@ class GPT(nn.Module):
             self.embedding = Embedding(c)
             self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
             self.head = Head(c)
+        if c.tied:
+            self.head.out.weight = self.embedding.token.weight
 
     def units(self) -> list[nn.Module]:
         """The groups of parameters that are gathered and freed together, in forward order."""
@@ -86,7 +92,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.config.recompute else block(x)
         return self.head(x)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

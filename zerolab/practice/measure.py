@@ -21,18 +21,26 @@ from zerolab.practice.precision import precision_of
 from zerolab.practice.sharding import flatten, views
 from zerolab.practice.stage0 import Stage0
 from zerolab.practice.stage1 import Stage1
+from zerolab.practice.stage2 import Stage2
+from zerolab.practice.stage3 import Stage3
 
-STAGES: dict[int, Any] = {0: Stage0, 1: Stage1}
+STAGES: dict[int, Any] = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: a stage, a recipe, a model, and for how many optimizer steps."""
+    """What to train and how: `micro_batches` a step on each rank, gradients clipped to `max_norm`.
+
+    `options` are the optimizer's; `engine` are keyword arguments of the stage, such as overlap.
+    """
 
     stage: int
     recipe: str = "adamw-mixed"
     model: GPTConfig = field(default_factory=GPTConfig)
     steps: int = 10
+    micro_batches: int = 1
+    max_norm: float | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
     options: AdamWOptions = field(default_factory=AdamWOptions)
 
 
@@ -40,6 +48,7 @@ class Job:
 class Count:
     """What one rank counted; bytes, and per step where it says so.
 
+    units       parameters of each unit that is padded on its own
     held        persistent bytes by kind after the last backward and before its step
     peak        the largest sum of live tensor bytes inside the last step
     sent        bytes handed to other ranks by collective, in the last step
@@ -51,6 +60,7 @@ class Count:
     """
 
     params: int
+    units: list[int]
     padding: int
     held: dict[str, int]
     peak: int
@@ -64,34 +74,54 @@ class Count:
 def count(job: Job) -> Count:
     """Trains on this rank as the job says and returns what the meter saw (call it on all ranks)."""
     comm = Comm()
+    torch.manual_seed(comm.rank)  # dropout differs from rank to rank
     model = GPT(job.model)
+    named = list(model.named_parameters())
     params = num_parameters(model)
     with Meter() as meter:
-        engine = STAGES[job.stage](model, comm, job.options, job.recipe)
+        engine = STAGES[job.stage](model, comm, job.options, job.recipe, **job.engine)
         losses = []
         before = _loopback_at_rest()
         for step in range(job.steps):
             if step == job.steps - 1:
                 meter.reset_peak()
                 meter.sent.clear()
-            loss = model.loss(*data.batch(step, comm.rank, comm.world_size))
-            engine.backward(loss)
-            losses.append(loss.item())
-            del loss
+            for micro_batch in range(job.micro_batches):
+                at = step * job.micro_batches + micro_batch
+                loss = model.loss(*data.batch(at, comm.rank, comm.world_size))
+                engine.backward(loss / job.micro_batches)
+                losses.append(loss.item())
+                del loss
             held = meter.held()
-            engine.step()
+            engine.step(job.max_norm)
         after = _loopback_at_rest()
+    weights, working = _whole(engine, comm)
     return Count(
         params=params,
-        padding=engine.full_params.numel() - params,
+        units=[unit.numel for unit in engine.units],
+        padding=sum(unit.padded for unit in engine.units) - params,
         held=held,
         peak=meter.peak,
         sent=meter.sent_bytes(),
         wire=None if before is None or after is None else (after - before) / job.steps,
         losses=losses,
-        digest=digest(engine.full_params[:params]),
-        weights=engine.full_weights()[:params],
+        digest=digest(torch.cat([working[name].flatten() for name, _ in named])),
+        weights=torch.cat([weights[name].flatten() for name, _ in named]),
     )
+
+
+def _whole(engine: Any, comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every parameter by name: the optimizer's own weights in fp32, and the working ones.
+
+    The working ones are read from this rank's copy where it has one, not from their owners.
+    """
+    weights: dict[str, Tensor] = {}
+    working: dict[str, Tensor] = {}
+    for unit in engine.units:
+        weights |= unit.whole(unit.adamw.master if unit.trainable else unit.param_shard, comm)
+        there = unit.full_params.untyped_storage().nbytes() > 0
+        working |= unit.whole(unit.full_params if there else unit.param_shard, comm)
+    return {name: tensor.float() for name, tensor in weights.items()}, working
 
 
 def train_in_one_process(
@@ -102,10 +132,11 @@ def train_in_one_process(
 ) -> tuple[Tensor, str]:
     """What the stages must equal: the same training without ranks.
 
-    For every step the micro-batches of all ranks are taken one after the other, each leaves its
-    gradient in the working dtype; these are summed in rank order in fp32 and rounded once, and
-    all weights are updated at once, with 1/world_size of the sum. Nothing is padded, sharded or
-    sent. Returns the fp32 weights (Ψ,) and the digest of the working parameters.
+    The micro-batches of all ranks are taken one after the other. Gradients are summed over ranks
+    in rank order in fp32 and rounded once to the gradient dtype; micro-batches are added up in
+    that dtype, at stages 0 and 1 on each rank before the sum over ranks, at stages 2 and 3 after
+    it. Then all weights are updated at once, with 1/world_size of the sum. Nothing is padded,
+    sharded or sent. Returns the fp32 weights (Ψ,) and the digest of the working parameters.
 
     Another `combine` of the ranks' gradients, each (Ψ,), or another `scale` shows what a mistake
     there leads to.
@@ -115,19 +146,44 @@ def train_in_one_process(
     params = list(model.parameters())
     shapes, numel = [p.shape for p in params], num_parameters(model)
     adamw = AdamW(flatten([p.data for p in params], numel, torch.float32), job.options)
+    random = [torch.Generator().manual_seed(rank).get_state() for rank in range(world_size)]
+
+    def gradient(at: int, rank: int) -> Tensor:
+        torch.set_rng_state(random[rank])
+        loss = model.loss(*data.batch(at, rank, world_size))
+        (loss / job.micro_batches).backward()
+        random[rank] = torch.get_rng_state()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        model.zero_grad(set_to_none=True)
+        return flatten(grads, numel, precision.gradient)
+
     for step in range(job.steps):
         working = adamw.master.to(precision.working)
         for param, data_view in zip(params, views(working, shapes), strict=True):
             param.grad, param.data = None, data_view
-        grads = []
-        for rank in range(world_size):
-            model.loss(*data.batch(step, rank, world_size)).backward()
-            whole = [p.grad for p in params if p.grad is not None]
-            grads.append(flatten(whole, numel, precision.working))
-            model.zero_grad(set_to_none=True)
-        combined = combine(grads).to(precision.working)
-        adamw.update(combined, scale=1 / world_size if scale is None else scale)
+        grads = [
+            [gradient(step * job.micro_batches + micro, rank) for micro in range(job.micro_batches)]
+            for rank in range(world_size)
+        ]
+        if job.stage < 2:
+            total = combine([_added_up(own) for own in grads]).to(precision.gradient)
+        else:
+            sums = [combine(list(each)).to(precision.gradient) for each in zip(*grads, strict=True)]
+            total = _added_up(sums)
+        factor = 1 / world_size if scale is None else scale
+        if job.max_norm is not None:
+            norm = total.double().square().sum().sqrt().item() * factor
+            factor *= min(1.0, job.max_norm / (norm + 1e-6))
+        adamw.update(total, factor)
     return adamw.master, digest(adamw.master.to(precision.working))
+
+
+def _added_up(micro_batches: list[Tensor]) -> Tensor:
+    """Gradients of one micro-batch after the other, added in their own dtype."""
+    total = micro_batches[0].clone()
+    for grad in micro_batches[1:]:
+        total.add_(grad)
+    return total
 
 
 def digest(tensor: Tensor) -> str:

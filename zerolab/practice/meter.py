@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 KINDS = ("parameters", "gradients", "optimizer_states")
-"""Kinds of model state; two more are booked: "temporary" (labelled buffers) and "other"."""
+"""Kinds of model state. Three more are booked: "gathered" parameters, "temporary", "other"."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -35,7 +35,10 @@ _sending_as: contextvars.ContextVar[str | None] = contextvars.ContextVar("sendin
 
 
 def label(tensor: Tensor, kind: str) -> Tensor:
-    """Says what a tensor's storage is for (one of KINDS, or "temporary"); returns the tensor."""
+    """Says what a tensor's storage is for; returns the tensor.
+
+    `kind` is one of KINDS, "gathered" or "temporary".
+    """
     tensor.untyped_storage().zerolab_kind = kind  # type: ignore[attr-defined]
     for meter in _watching:
         meter.see(tensor)
@@ -101,12 +104,12 @@ class Meter(TorchDispatchMode):
         self._compare_peak()
 
     def held(self) -> dict[str, int]:
-        """Bytes that live now: every kind of model state, "temporary", "other" and "total"."""
+        """Bytes that live now: every kind, and their "total"."""
         for key, (reference, _, _) in list(self._live.items()):
             storage = reference()
             if storage is not None:
                 self._count(key, storage)
-        held = {kind: self._held[kind] for kind in (*KINDS, "temporary", "other")}
+        held = {kind: self._held[kind] for kind in (*KINDS, "gathered", "temporary", "other")}
         return held | {"total": sum(held.values())}
 
     def sent_bytes(self) -> dict[str, int]:

@@ -9,15 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of parameters and gradients, and whether fp32 master weights exist beside them."""
+    """Dtypes of parameters and gradients, and whether fp32 master weights exist beside them."""
 
     working: torch.dtype
+    gradient: torch.dtype
     master_weights: bool
 
 
 PRECISIONS = {
-    "adamw-mixed": Precision(torch.bfloat16, master_weights=True),  # 2+2+4+4+4 bytes
-    "adamw-fp32": Precision(torch.float32, master_weights=False),  # 4+4+0+4+4 bytes
+    "adamw-mixed": Precision(torch.bfloat16, torch.bfloat16, True),  # 2+2+4+4+4 bytes
+    "adamw-mixed-fp32-grads": Precision(torch.bfloat16, torch.float32, True),  # 2+4+4+4+4
+    "adamw-fp32": Precision(torch.float32, torch.float32, False),  # 4+4+0+4+4
 }
 
 

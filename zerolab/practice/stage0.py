@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zerolab.practice.adamw import AdamW, AdamWOptions
+from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
-from zerolab.practice.meter import label
+from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
-from zerolab.practice.sharding import flatten, padded_numel, views
+from zerolab.practice.sharding import shard_of
+from zerolab.practice.unit import all_units, make_units
 
 
 class Stage0:
@@ -31,34 +32,25 @@ class Stage0:
         recipe: str = "adamw-mixed",
     ) -> None:
         self.model, self.comm = model, comm
-        precision = precision_of(recipe)
-        params = list(model.parameters())
-        shapes = [p.shape for p in params]
-        length = padded_numel(sum(p.numel() for p in params), comm.world_size)
-
-        weights = flatten([p.data for p in params], length, torch.float32)
-        self.full_params = label(weights.to(precision.working), "parameters")
-        self.full_grads = label(torch.zeros_like(self.full_params), "gradients")
-        master = label(weights.clone(), "optimizer_states")
-        self.adamw = AdamW(master if precision.master_weights else self.full_params, options)
-
-        for param, data, grad in zip(
-            params, views(self.full_params, shapes), views(self.full_grads, shapes), strict=True
-        ):
-            param.data, param.grad = data, grad
+        self.needs = make_units(model, [model], comm.world_size, precision_of(recipe))
+        self.units = all_units(self.needs)
+        for unit in self.units:
+            unit.own(1, 0, options)  # the whole is the only shard
 
     def backward(self, loss: Tensor) -> None:
-        """Adds this rank's gradients to `full_grads` (padded numel,); sends nothing."""
+        """Adds this rank's gradients to each unit's `full_grads`; sends nothing."""
         loss.backward()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, max_norm: float | None = None) -> None:
         """Averages the gradients over ranks and updates all weights, on every rank alike."""
-        self.comm.all_reduce(self.full_grads)
-        self.adamw.update(self.full_grads, scale=1 / self.comm.world_size)
-        self.full_params.copy_(self.adamw.master)
-        self.full_grads.zero_()
-
-    def full_weights(self) -> Tensor:
-        """The fp32 weights (padded numel,): this rank's own, since it holds all of them."""
-        return self.adamw.master.float()
+        trainable = [unit for unit in self.units if unit.trainable]
+        for unit in trainable:
+            self.comm.all_reduce(unit.grads())
+        n, rank = self.comm.world_size, self.comm.rank
+        shards = [shard_of(unit.grads(), n, rank) for unit in trainable]
+        scale = clip_scale(self.comm, shards, max_norm)
+        for unit in trainable:
+            unit.adamw.update(unit.grads(), scale)
+            unit.full_params.copy_(unit.adamw.master)
+            unit.drop_grads()

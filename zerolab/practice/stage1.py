@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zerolab.practice.adamw import AdamW, AdamWOptions
+from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
-from zerolab.practice.meter import label
+from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
-from zerolab.practice.sharding import flatten, padded_numel, shard_of, views
+from zerolab.practice.sharding import shard_of
+from zerolab.practice.unit import all_units, make_units
 
 
 class Stage1:
@@ -32,40 +33,26 @@ class Stage1:
         recipe: str = "adamw-mixed",
     ) -> None:
         self.model, self.comm = model, comm
-        precision = precision_of(recipe)
-        params = list(model.parameters())
-        shapes = [p.shape for p in params]
-        length = padded_numel(sum(p.numel() for p in params), comm.world_size)
-
-        weights = flatten([p.data for p in params], length, torch.float32)
-        self.full_params = label(weights.to(precision.working), "parameters")
-        self.full_grads = label(torch.zeros_like(self.full_params), "gradients")
-        self.param_shard = shard_of(self.full_params, comm.world_size, comm.rank)
-        self.grad_shard = shard_of(self.full_grads, comm.world_size, comm.rank)
-        master = shard_of(weights, comm.world_size, comm.rank).clone()
-        label(master, "optimizer_states")
-        self.adamw = AdamW(master if precision.master_weights else self.param_shard, options)
-
-        for param, data, grad in zip(
-            params, views(self.full_params, shapes), views(self.full_grads, shapes), strict=True
-        ):
-            param.data, param.grad = data, grad
+        self.needs = make_units(model, [model], comm.world_size, precision_of(recipe))
+        self.units = all_units(self.needs)
+        for unit in self.units:
+            unit.own(comm.world_size, comm.rank, options)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds this rank's gradients to `full_grads` (padded numel,); sends nothing."""
+        """Adds this rank's gradients to each unit's `full_grads`; sends nothing."""
         loss.backward()
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Reduce-scatters the gradients, updates the own shard, all-gathers the new weights."""
-        self.comm.reduce_scatter(self.grad_shard, self.full_grads)
-        self.adamw.update(self.grad_shard, scale=1 / self.comm.world_size)
-        self.param_shard.copy_(self.adamw.master)
-        self.comm.all_gather(self.full_params, self.param_shard)
-        self.full_grads.zero_()
-
-    def full_weights(self) -> Tensor:
-        """The fp32 weights (padded numel,), gathered from every rank's master shard."""
-        full = torch.empty(self.full_params.numel())
-        self.comm.all_gather(full, self.adamw.master.float())
-        return full
+    def step(self, max_norm: float | None = None) -> None:
+        """Reduce-scatters the gradients, updates the own shards, all-gathers the new weights."""
+        trainable = [unit for unit in self.units if unit.trainable]
+        for unit in trainable:
+            unit.grad_shard = shard_of(unit.grads(), self.comm.world_size, self.comm.rank)
+            self.comm.reduce_scatter(unit.grad_shard, unit.grads())
+        scale = clip_scale(self.comm, [unit.own_grads() for unit in trainable], max_norm)
+        for unit in trainable:
+            unit.adamw.update(unit.own_grads(), scale)
+            unit.param_shard.copy_(unit.adamw.master)
+            self.comm.all_gather(unit.full_params, unit.param_shard)
+            unit.grad_shard = None
+            unit.drop_grads()

@@ -37,21 +37,14 @@ from zerolab.practice.launch import start_server
 from zerolab.practice.rank import Activity, Failure, Setup
 from zerolab.practice.report import RankError, RankTimeout, said
 
-__all__ = [
-    "Attached",
-    "RankError",
-    "RankTimeout",
-    "World",
-    "load_ipython_extension",
-    "start_server",
-]
+__all__ = ["Attached", "RankError", "RankTimeout", "World", "start_server"]
 
 START_LIMIT_S = 120.0  # for new ranks to form their group
 GRACE_S = 0.2  # for the other ranks to report errors of their own, after a first one failed
 STOP_LIMIT_S = 3.0  # for a rank to leave what it runs; after that it is restarted
 LOOK_LIMIT_S = 1.0  # for a watchdog to answer
 Outcome = bytes | Failure | int  # of a call on a rank: pickled value, what went wrong, exit code
-_free_bytes = launch.free_bytes
+_free_bytes = launch.free_bytes  # the doctor's
 _ages = itertools.count()
 _worlds: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # oldest first
 
@@ -92,17 +85,15 @@ class World:
                 raise said(ValueError, f"{name} must be at least 1, not {number}: try World(4)")
         if backend not in ("auto", "gloo", "nccl"):
             raise said(ValueError, f"backend must be 'auto', 'gloo' or 'nccl', not {backend!r}")
-        self.size, self.timeout, self._choices = (
-            size,
-            report.seconds(timeout),
-            (threads, backend, check),
-        )
+        self.size, self.timeout = size, report.seconds(timeout)
+        self._choices = (threads, backend, check)
         fit, why = launch.room()
         if size > fit:
             fit = max(fit, 0)
             raise said(ValueError, f"{size} ranks do not fit, at most {fit} do: {why}. Make fewer.")
         self._links: dict[int, launch.Link] = {}
         self._serial = 0  # of the last command; answers to earlier ones are ignored
+        self._asked = 0  # of the last question to the watchdogs, likewise
         self._joined: dict[str, Any] = {}  # what the ranks said of their group
         self._unsettled = True  # a command may still run on a rank
         start_server()
@@ -110,8 +101,10 @@ class World:
         self._end = weakref.finalize(self, launch.end_all, self._links, self._folder, os.getpid())
         try:
             self._form_group()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, KeyboardInterrupt):
+                raise said(KeyboardInterrupt, "stopped before the ranks were ready") from None
             raise
         _worlds[next(_ages)] = self
 
@@ -250,7 +243,7 @@ class World:
                 note = self._regroup(self._links)
         if dead:
             end = report.exit_text(codes[dead[0]])
-            raise RankError(f"rank {dead[0]} {end} between two calls{note}", dead[0])
+            raise RankError(f"rank {dead[0]} {end}{note}", dead[0])
 
     def _send(self, kind: str, body: Any, ranks: Iterable[int]) -> None:
         self._serial += 1
@@ -264,8 +257,8 @@ class World:
 
     def _collect(
         self, answers: dict[int, Outcome], ranks: Iterable[int], limit_s: float, grace_s: float
-    ) -> None:
-        """Fill in the answers to the last command, until `grace_s` after a first failure."""
+    ) -> dict[int, Outcome]:
+        """Fill in and return the answers to the last command, until `grace_s` after a failure."""
         waiting, until = set(ranks), time.monotonic() + limit_s
         while waiting and (left_s := until - time.monotonic()) > 0:
             sources: dict[Any, int] = {}
@@ -279,6 +272,7 @@ class World:
                     waiting.discard(r)
                     if not isinstance(answer, bytes):
                         until = min(until, time.monotonic() + grace_s)
+        return answers
 
     def _answer(self, link: launch.Link) -> Outcome | None:
         """Take a rank's answer to the last command, or its exit code; None if neither is there."""
@@ -311,24 +305,23 @@ class World:
     def _look(self, ranks: Iterable[int]) -> tuple[str, str]:
         """Return what ranks are doing, in one line and at length."""
         seen = self._ask_watchdogs("look", ranks)
-        return report.activities(
-            {r: seen.get(r) or self._links[r].stack_by_signal() for r in ranks}
-        )
+        stacks = {r: seen.get(r) or self._links[r].stack_by_signal() for r in ranks}
+        return report.activities(stacks)
 
     def _ask_watchdogs(self, what: str, ranks: Iterable[int]) -> dict[int, Activity]:
-        self._serial += 1
+        self._asked += 1
         waiting: dict[Any, int] = {self._links[r].pipes.control: r for r in ranks}
         for control in waiting:
             with contextlib.suppress(OSError):
-                control.send((self._serial, what))
+                control.send((self._asked, what))
         answers: dict[int, Activity] = {}
         until = time.monotonic() + LOOK_LIMIT_S
         while waiting and (left_s := until - time.monotonic()) > 0:
             ready: list[Any] = connection.wait(list(waiting), left_s)
             for control in ready:
                 try:
-                    serial, activity = control.recv()
-                    if serial == self._serial:
+                    number, activity = control.recv()
+                    if number == self._asked:
                         answers[waiting.pop(control)] = activity
                 except (EOFError, OSError):
                     del waiting[control]  # it died
@@ -337,19 +330,15 @@ class World:
     def _regroup(self, busy: Iterable[int]) -> str:
         """Get all ranks into a new group, busy ones too; restart those that do not follow."""
         self._ask_watchdogs("stop", busy)  # an answer says that it is done
-        self._send("leave", None, self._links)
-        answers: dict[int, Outcome] = {}
-        self._collect(answers, self._links, STOP_LIMIT_S, STOP_LIMIT_S)
-        lost = [
-            r
-            for r, link in self._links.items()
-            if link.torn or not isinstance(answers.get(r), bytes)
-        ]
+        whole = [r for r, link in self._links.items() if not link.torn]
+        self._send("leave", None, whole)
+        answers = self._collect({}, whole, STOP_LIMIT_S, STOP_LIMIT_S)
+        lost = [r for r in self._links if not isinstance(answers.get(r), bytes)]
         self._show()
         for r in lost:
             self._links[r].end(0.0)
         self._form_group()
-        return f" ({report.names(lost)} restarted: variables gone)" if lost else ""
+        return f"; {report.names(lost)} restarted without variables" if lost else ""
 
     def _form_group(self) -> None:
         """Start the ranks that are missing and have all form a group; if they cannot, close."""
@@ -358,8 +347,7 @@ class World:
                 setup = Setup(r, self.size, *self._choices, self._folder, dict(os.environ))
                 self._links[r] = launch.start_rank(setup)
         self._send("join", os.path.join(self._folder, f"group{self._serial}"), self._links)
-        answers: dict[int, Outcome] = {}
-        self._collect(answers, self._links, START_LIMIT_S, GRACE_S)
+        answers = self._collect({}, self._links, START_LIMIT_S, GRACE_S)
         bad = [r for r in self._links if not isinstance(answers.get(r), bytes)]
         if bad:
             first = min(bad, key=lambda r: (r not in answers, r))
@@ -388,9 +376,8 @@ def _ranks_magic(line: str, cell: str) -> None:
         raise said(RuntimeError, "there is no world yet: make one first, as in world = World(4)")
     words = re.sub(r"[\[\](),]", " ", line).split()
     if not all(word.isdecimal() and int(word) < world.size for word in words):
-        last = world.size - 1
-        example = f"as in %%ranks 0 {last}" if last else "as in %%ranks 0"
-        raise said(ValueError, f"name ranks from 0 to {last}, {example}, not {line.strip()!r}")
+        numbers = f"numbers from 0 to {world.size - 1}"
+        raise said(ValueError, f"%%ranks takes {numbers}, as in %%ranks 0, not {line.strip()!r}")
     source = "\n" + cell  # the magic's own line counts
     number = len(get_ipython().user_ns["In"]) - 1
     name = f"<Cell In[{number}]>"

@@ -7,9 +7,8 @@ Bytes are exact integers, per rank; traffic is bytes sent per rank and step; GB 
 
 from zerolab.theory.derivation import Derivation
 from zerolab.theory.memory import RECIPES, Recipe, derive_16psi, derive_k, derive_limit
-from zerolab.theory.memory import derive_stage, held, held_bytes, limit_reduction, padding
+from zerolab.theory.memory import derive_stage, held, held_bytes, padding
 from zerolab.theory.memory import recipe_named
 from zerolab.theory.notation import COLLECTIVES, COMPONENTS, KINDS, STAGES, notation_table
-from zerolab.theory.traffic import cross_host, derive_accumulation, derive_hybrid, derive_ratio
-from zerolab.theory.traffic import derive_ring, derive_sent, derive_three_times, ring_time_s
-from zerolab.theory.traffic import sent, sent_bytes
+from zerolab.theory.traffic import derive_accumulation, derive_hybrid, derive_ratio, derive_ring
+from zerolab.theory.traffic import derive_sent, derive_three_times, ring_time_s, sent, sent_bytes

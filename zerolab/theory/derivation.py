@@ -128,8 +128,8 @@ class Derivation:
         """An aligned block with numbered lines, without delimiters."""
         lefts = [rf"{self.of} & {'=' if self.of else ''}"]
         lefts += [f"& {step.relation_latex}" for step in self.steps[1:]]
-        rows = [rf"{left} {step.latex()} && \text{{({number})}}"
-                for number, (left, step) in enumerate(zip(lefts, self.steps, strict=True), 1)]  # fmt: skip
+        pairs = enumerate(zip(lefts, self.steps, strict=True), 1)
+        rows = [rf"{left} {step.latex()} && \text{{({n})}}" for n, (left, step) in pairs]
         return "\\begin{aligned}\n" + " \\\\\n".join(rows) + "\n\\end{aligned}"
 
     def _repr_markdown_(self) -> str:

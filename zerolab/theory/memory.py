@@ -16,6 +16,7 @@ from zerolab.theory.values import one_of, whole
 
 ADAM = (("momentum", 4), ("variance", 4))
 MASTER = ("master weight", 4)
+TWO_GRADS = (MASTER, ("fp32 gradient", 4), *ADAM)
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,9 @@ _ROWS = (
     Recipe("adamw-fp32", 4, 4, ADAM, _MEGATRON + ", fp32: 8 + 8/d"),
     Recipe("adamw-mixed-fp32-grads", 2, 4, (MASTER, *ADAM), _MEGATRON + ", bf16: 6 + 12/d",
            offered=(0, 1)),
-    Recipe("adamw-fp16-two-grads", 2, 2, (MASTER, ("fp32 gradient", 4), *ADAM),
-           _MEGATRON + ", fp16: 4 + 16/d", offered=(0, 1)),
-    Recipe("zero-infinity", 2, 2, (MASTER, ("fp32 gradient", 4), *ADAM),
-           "ZeRO-Infinity §3: 20 bytes", offered=(3,)),
-    Recipe("deepspeed-estimator", 2, 2, (MASTER, ("fp32 gradient", 4), *ADAM),
-           "DeepSpeed memory estimators since PR 5099",
+    Recipe("adamw-fp16-two-grads", 2, 2, TWO_GRADS, _MEGATRON + ", fp16: 4 + 16/d", offered=(0, 1)),
+    Recipe("zero-infinity", 2, 2, TWO_GRADS, "ZeRO-Infinity §3: 20 bytes", offered=(3,)),
+    Recipe("deepspeed-estimator", 2, 2, TWO_GRADS, "DeepSpeed memory estimators since PR 5099",
            "activations, buffers; its stage 3 says 18/N and omits the 16-bit gradient"),
     Recipe("deepspeed-bf16-states", 2, 2, (("master weight", 2), ("momentum", 2), ("variance", 2)),
            "DeepSpeed config: bf16 master weights and optimizer states"),
@@ -202,8 +200,3 @@ def derive_limit(stage: int, recipe: str | Recipe = DEFAULT_RECIPE) -> Derivatio
         return start.then(N_d, "everything is sharded: the reduction is the number of ranks itself")
     step = start.then(sp.cancel(ratio), "Ψ cancels: the size of the model does not matter")
     return step.limit(N_d, sp.oo, f"with many ranks only the whole part remains: {r.total}/{kept}")
-
-
-def limit_reduction(stage: int, recipe: str | Recipe = DEFAULT_RECIPE) -> sp.Expr:
-    """The largest reduction that a stage can reach: 1, 4, 8, N_d for adamw-mixed."""
-    return derive_limit(stage, recipe).result

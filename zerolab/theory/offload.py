@@ -24,10 +24,7 @@ EDGES = (  # ZeRO-Offload figure 2; forward and backward, merged, stay on the GP
     ("update", "float2half", 4),
     ("float2half", "param16", 2),
 )
-# ZeRO-Offload table 4, seconds a step: CPU-Adam, PyTorch on the CPU, PyTorch on the GPU
-ADAM_S = {1: (0.22, 1.39, 0.10), 2: (0.51, 2.75, 0.26), 4: (1.03, 5.71, 0.64),
-          8: (2.41, 11.93, 0.87), 10: (2.57, 14.76, 1.00)}  # fmt: skip
-CPU_ADAM_S_PER_PARAM = 2.57 / 10e9
+CPU_ADAM_S_PER_PARAM = 2.57 / 10e9  # ZeRO-Offload table 4
 PEAK_FLOPS_PER_S = 70 * 10**12  # what ZeRO-Infinity takes as achievable on a V100
 
 
@@ -94,15 +91,3 @@ def cpu_adam_s(params: float) -> float:
 def disk_step_s(params: float, bytes_per_s: float, bytes_per_param: int = 16) -> float:
     """Seconds to read and to write all optimizer states once; 16 is what DeepSpeed's files hold."""
     return 2 * bytes_per_param * whole("params", params) / bytes_per_s
-
-
-def delayed(weight: sp.Rational, lr: sp.Rational, steps: int, delay: int = 1) -> list[sp.Rational]:
-    """Gradient descent on w² with the gradient of `delay` steps ago (ZeRO-Offload §5.2).
-
-    The first `delay` steps have no gradient to use and change nothing.
-    """
-    path = [weight]
-    for step in range(steps):
-        gradient = 2 * path[step - delay] if step >= delay else 0
-        path.append(path[-1] - lr * gradient)
-    return path[1:]

@@ -18,7 +18,6 @@ from zerolab.theory.residual import Residual
 from zerolab.theory.strategy import Strategy
 from zerolab.theory.timeline import Costs, Timeline, run, step_tasks
 from zerolab.theory.traffic import sent_bytes
-from zerolab.theory.values import gigabytes
 
 USED_OF_PEAK = 0.5
 ASSUMES = (
@@ -80,37 +79,12 @@ class Plan:
         step = tokens * s.micro_batch * s.accumulation * self.ranks
         return step / self.timeline.total_s if self.timeline else 0.0
 
-    def as_dict(self) -> dict:
-        """Exact ints per rank and step, for programs."""
-        s, line = self.strategy, self.timeline
-        return {
-            "stage": s.stage, "ranks": self.ranks, "params": self.params, "recipe": s.recipe,
-            "held_bytes": self.held, "sent_bytes": self.sent, "tiers": self.tiers,
-            "residuals": [vars(r) for r in self.residuals],
-            "fits": [{**vars(fit), "verdict": fit.verdict} for fit in self.fits],
-            "verdict": self.verdict, "leaves_out": self.leaves_out,
-            "step_s": line and line.total_s, "bound": line and line.bound,
-        }  # fmt: skip
-
-    def as_text(self) -> str:
-        """A small table for people: exact bytes, then GB (1e9)."""
-        s = self.strategy
-        rows = [f"{self.model.name}, stage {s.stage}, {self.ranks} ranks, {s.recipe}"]
-        for side, sizes in (("held", self.held), ("sent", self.sent)):
-            for name, size in sizes.items():
-                row = f"  {side} {name:17}{size:>22,} B  {gigabytes(size, 3):>14}"
-                rows.append(f"{row}  {self.tiers.get(name, '') if side == 'held' else ''}".rstrip())
-        for r in self.residuals:
-            size_text = f"{gigabytes(r.low)} to {gigabytes(r.high)}"
-            rows.append(f"  besides, on {r.tier}: {r.name}, {size_text} ({r.source})")
-        for f in self.fits:
-            need = f"{gigabytes(f.low_bytes)} to {gigabytes(f.high_bytes)}"
-            rows.append(f"  {f.tier}: {need} of {gigabytes(f.capacity_bytes)}: {f.verdict}")
-        if self.timeline:
-            rows.append(f"  step {self.timeline.total_s:.3f} s, bound by {self.timeline.bound}")
-        return "\n".join([*rows, f"  per rank and step; leaves out {self.leaves_out}"])
-
-    __str__ = as_text
+    @property
+    def sent_s(self) -> float | None:
+        """Seconds to send all at the rate of the link; None where no link is known."""
+        ring = (self.strategy.group or self.ranks) * self.strategy.tensor_parallel
+        link = self.cluster.link_bytes_per_s(ring)
+        return self.sent["total"] / link if link else None
 
 
 def _volumes(
@@ -154,9 +128,8 @@ def _residuals(m: Model, c: Cluster, s: Strategy, params: int) -> tuple[Residual
         size, whole = residual.gathered_bytes(units, r, s.prefetch), max(units) * reduce
         found.append(Residual("gathered units", size, size, "FSDP §3.2.1"))
         found.append(Residual("whole gradients of a unit", whole, whole, "FSDP §3.2.1"))
-    elif c.gpu and s.stage > 0:
-        size = min(params, residual.DEEPSPEED_BUCKET) * reduce
-        found.append(Residual("reduce bucket", 0, size, "DeepSpeed's default, 5e8 elements"))
+    elif c.gpu and c.gpus > s.tensor_parallel:
+        found.append(residual.fused_buffer(params, s.stage > 0, reduce if s.stage else 4))
     if c.gpu:
         found += [residual.CONTEXT, residual.fragmentation(GPUS[c.gpu].memory_bytes)]
     return tuple(found)
@@ -170,8 +143,8 @@ def _fits(
         times = 1 if tier == "gpu" else c.gpus_per_node
         rest = [r for r in residuals if r.tier == tier]
         states = sum(held[kind] for kind in KINDS if tiers[kind] == tier) * times
-        low, high = (states + times * sum(sizes) for sizes in
-                     ([r.low for r in rest], [r.high for r in rest]))  # fmt: skip
+        low = states + times * sum(r.low for r in rest)
+        high = states + times * sum(r.high for r in rest)
         if capacity and high:
             found.append(Fit(tier, states, low, high, capacity))
     return tuple(found)
@@ -188,15 +161,15 @@ def _timeline(p: Plan) -> Timeline | None:
     speed = {"gpu": float("inf"), "cpu": c.host_bytes_per_s, "nvme": disk}
     if not all(speed[on] for on in (s.optimizer_on, s.parameters_on, s.checkpoints_on)) or not link:
         return None
-    work = 2 * m.active_params / s.tensor_parallel * tokens
+    work = 2 * m.active_params / s.tensor_parallel * tokens  # FLOPs of a forward pass
     forward = work / (GPUS[c.gpu].flops_per_s * USED_OF_PEAK)
     off, shard = s.optimizer_on != "gpu", p.params // (group if s.stage else 1)
     to_host = 2 * shard / speed["cpu"] if off else 0
     kept = next((r.low for r in p.residuals if r.tier == "cpu"), 0)
     states = p.held["optimizer_states"] / speed["nvme"] if s.optimizer_on == "nvme" else 0
     reduces = s.accumulation if s.stage > 1 else 1
-    between = c.network_bytes_per_s / c.gpus_per_node if s.group and c.nodes > 1 else link
-    across = p.sent["all_reduce"] / (between or link)
+    between = c.link_bytes_per_s(c.gpus) or link  # one shard's owners may sit in several nodes
+    across = p.sent["all_reduce"] / (between if s.group else link)
     gathered = p.sent["all_gather"] / link
     costs = Costs(
         forward=forward,
@@ -219,23 +192,18 @@ def _timeline(p: Plan) -> Timeline | None:
 
 
 def plan(
-    model: str | float | Model | None = None, cluster: str | int | Cluster | None = None,
-    strategy: Strategy | int = 0, *, params: float | None = None, ranks: int | None = None,
-    stage: int | None = None, recipe: str | None = None, micro_batches: int | None = None,
+    model: str | float | Model,
+    cluster: str | int | Cluster,
+    strategy: Strategy | int = 0,
     units: Sequence[int] | None = None,
-) -> Plan:  # fmt: skip
-    """A plan for a catalogued model on known nodes, or for bare numbers.
+) -> Plan:
+    """A plan for a catalogued model on known nodes, or for bare numbers of both.
 
-    `plan(params=7.5e9, ranks=64, stage=1)` and `plan("llama2-7b", "dgx-a100", Strategy(stage=3))`
-    are the two ways in. ValueError in one sentence where something is impossible.
+    `plan("llama2-7b", "dgx-a100", Strategy(stage=3))`, or `plan(7.5e9, 64, 1)` for stage 1.
+    ValueError in one sentence where something is impossible.
     """
-    given_model, given_cluster = (model or params), (cluster or ranks)
-    if given_model is None or given_cluster is None:
-        raise ValueError("A plan needs a model (or params) and a cluster (or ranks).")
-    m, c = model_of(given_model), cluster_of(given_cluster)
-    s = strategy if isinstance(strategy, Strategy) else Strategy(stage=strategy)
-    s = replace(s, stage=s.stage if stage is None else stage, recipe=recipe or s.recipe)
-    s = s if micro_batches is None else replace(s, accumulation=micro_batches)
+    s = strategy if isinstance(strategy, Strategy) else Strategy(strategy)
+    m, c = model_of(model, s.tied), cluster_of(cluster)
     s.check(c)
     data_parallel, size = c.gpus // s.tensor_parallel, -(-m.params // s.tensor_parallel)
     held, sent = _volumes(s, data_parallel, size, units)

@@ -15,6 +15,7 @@ class Strategy:
 
     `frozen` parameters have no gradient and no optimizer state, unless they share their units with
     trainable ones (`frozen_apart=False`): then their gradients exist and travel as if they trained.
+    `tied` None leaves the model's input and output tables as it was released.
     """
 
     stage: int = 0
@@ -31,6 +32,7 @@ class Strategy:
     tensor_parallel: int = 1
     frozen: int = 0
     frozen_apart: bool = True
+    tied: bool | None = None
     reduce_bytes: int | None = None
     prefetch: int = 1
     overlap: bool = True
@@ -39,9 +41,10 @@ class Strategy:
         sharded_kinds(self.stage)
         recipe_named(self.recipe)
         one_of("Recomputation", self.recompute, RECOMPUTE)
-        for name, least in (("micro_batch", 1), ("accumulation", 1), ("sequence", 0), ("group", 0),
-                            ("tensor_parallel", 1), ("frozen", 0), ("prefetch", 0)):  # fmt: skip
-            whole(name, getattr(self, name), least)
+        for name in ("micro_batch", "accumulation", "tensor_parallel"):
+            whole(name, getattr(self, name), 1)
+        for name in ("sequence", "group", "frozen", "prefetch"):
+            whole(name, getattr(self, name))
         for what in ("optimizer_on", "parameters_on", "checkpoints_on"):
             one_of(what, getattr(self, what), TIERS)
         if self.optimizer_on != "gpu" and self.stage == 0:
@@ -50,8 +53,8 @@ class Strategy:
             raise ValueError("NVMe offload needs stage 3; below it optimizer states may go to cpu.")
         if self.parameters_on != "gpu" and self.stage < 3:
             raise ValueError("Parameter offload needs stage 3; below it parameters stay on GPU.")
-        if self.checkpoints_on == "nvme" or (self.checkpoints_on == "cpu"
-                                             and self.recompute != "full"):  # fmt: skip
+        kept = self.checkpoints_on
+        if kept == "nvme" or (kept == "cpu" and self.recompute != "full"):
             raise ValueError("Activation checkpoints may go to cpu, with recompute='full'.")
         if self.group and self.stage == 0:
             raise ValueError("Hybrid sharding needs stage 1 or higher; stage 0 shards nothing.")
@@ -67,5 +70,4 @@ class Strategy:
         ranks = cluster.gpus // self.tensor_parallel
         for n, parts in ((cluster.gpus, self.tensor_parallel), (ranks, self.group or 1)):
             if n % parts:
-                message = f"{n} ranks do not split into groups of {parts}: a divisor of {n} does."
-                raise ValueError(message)
+                raise ValueError(f"{n} ranks make no groups of {parts}: a divisor of {n} does.")

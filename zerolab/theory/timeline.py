@@ -55,9 +55,11 @@ def run(tasks: Sequence[Task], overlap: bool = True) -> Timeline:
     free: dict[str, float] = {}
     placed = []
     for task in tasks:
-        start = max((ends[name] for name in task.after), default=0.0)
-        start = max(start, free.get(task.stream if overlap else "", 0.0))
-        ends[task.name] = free[task.stream if overlap else ""] = start + task.seconds
+        start, stream = max((ends[name] for name in task.after), default=0.0), task.stream * overlap
+        if task.seconds:  # what takes no time waits in no queue
+            start = max(start, free.get(stream, 0.0))
+            free[stream] = start + task.seconds
+        ends[task.name] = start + task.seconds
         placed.append(Placed(task, start, ends[task.name]))
     return Timeline(tuple(placed))
 

@@ -28,9 +28,6 @@ class Schedule:
     all_gather: sp.Expr
     reason: str
 
-    def passes(self, collective: str) -> sp.Expr:
-        return sp.sympify(getattr(self, collective))
-
 
 _0, _1 = sp.Integer(0), sp.Integer(1)
 SCHEDULES: dict[int | str, Schedule] = {
@@ -67,7 +64,7 @@ def sent(
     plan, sizes = schedule(stage), _element_bytes(recipe, reduce_bytes)
     factor = RING if exact else _1
     return {
-        name: plan.passes(name).subs(A, micro_batches) * sizes[name] * Psi * factor
+        name: getattr(plan, name).subs(A, micro_batches) * sizes[name] * Psi * factor
         for name in COLLECTIVES
     }
 
@@ -84,7 +81,7 @@ def sent_bytes(
     plan, sizes = schedule(stage), _element_bytes(recipe, reduce_bytes)
     each_shard = padded_params(params, units, n) // n * (n - 1)
     each = {
-        name: int(plan.passes(name).subs(A, times)) * each_shard * sizes[name]
+        name: int(getattr(plan, name).subs(A, times)) * each_shard * sizes[name]
         for name in COLLECTIVES
     }
     return {**each, "total": sum(each.values())}
@@ -148,7 +145,7 @@ def derive_accumulation(stage: int | str) -> Derivation:
     """Elements sent per step with A micro-batches, in the large-N form: 2, 2, A+1, 3A times Ψ."""
     passes = schedule(stage)
     weights = zip(COLLECTIVES, (2, 1, 1), strict=True)
-    parts = {name: weight * passes.passes(name) * Psi for name, weight in weights}
+    parts = {name: weight * getattr(passes, name) * Psi for name, weight in weights}
     parts = {name: volume for name, volume in parts.items() if volume != 0}
     title, unit = f"{passes.name} with A micro-batches", "elements sent per rank and step"
     start = Derivation(title, parts, passes.reason, unit=unit)
@@ -168,23 +165,12 @@ def ring_time_s(
     return (2 if collective == "all_reduce" else 1) * (n - 1) * (latency + size / (n * speed))
 
 
-HYBRID = {
+HYBRID = {  # what a rank sends to other hosts in a step, in units of the model (FSDP §3.2.2)
     "replicate": 2 * (W - 1) / W,
     "full": 3 * (W - 1) / W,
     "hybrid": 2 * (W - G) / (G * W),  # all-reduce of a 1/G shard over the W/G groups
     "hybrid as printed": 2 * (W - 1) / (G * W),  # FSDP §3.2.2
 }
-
-
-def cross_host(layout: str, size: sp.Expr | int, ranks: int, group: int) -> sp.Expr:
-    """What a rank sends to other hosts in a step, in the unit of `size` (FSDP §3.2.2).
-
-    `group` ranks on one host share one copy of the model; `ranks` are all of them.
-    """
-    w, g = whole("ranks", ranks, 1), whole("group", group, 1)
-    if w % g:
-        raise ValueError(f"{w} ranks do not split into groups of {g}; a divisor of {w} does.")
-    return size * HYBRID[one_of("Layout", layout, HYBRID)].subs({W: w, G: g})
 
 
 def derive_hybrid() -> Derivation:

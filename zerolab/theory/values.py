@@ -25,8 +25,3 @@ def one_of(name: str, value: T, known: Iterable[T]) -> T:
     near = get_close_matches(str(value), text, n=3, cutoff=0.4)
     hint = f"the nearest are {', '.join(near)}" if near else f"possible are {', '.join(text)}"
     raise ValueError(f"{name} {value!r} is not known; {hint}.")
-
-
-def gigabytes(num_bytes: float, digits: int = 2) -> str:
-    """Bytes for people: decimal GB (1e9 bytes)."""
-    return f"{num_bytes / 1e9:,.{digits}f} GB"

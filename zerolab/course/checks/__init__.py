@@ -1,6 +1,6 @@
 """One check for each exercise: `check(id, answer)` says what is right or wrong and why."""
 
-from zerolab.course.checks import lesson04, lesson05
+from zerolab.course.checks import lesson04, lesson05, lesson06, lesson07
 from zerolab.course.checks.core import EXERCISES, Verdict, check, hint
 
-__all__ = ["EXERCISES", "Verdict", "check", "hint", "lesson04", "lesson05"]
+__all__ = ["EXERCISES", "Verdict", "check", "hint", "lesson04", "lesson05", "lesson06", "lesson07"]

@@ -216,7 +216,7 @@ class Seen:
     master: Tensor  # (shard,) this rank's master weights
     sent: dict[str, int]  # in the last step
     left_over: int  # held after the last step, beyond what was held before the first
-    temporary: int  # peak inside the last step, beyond that
+    temporary: int  # peak inside the last step, beyond what was held before it
 
 
 def _trial(step: Callable[[Any, Comm], None], job: Job) -> Seen:
@@ -229,24 +229,34 @@ def _trial(step: Callable[[Any, Comm], None], job: Job) -> Seen:
     params = num_parameters(model)
     with Meter() as meter, mock.patch.object(Stage1, "step", _refuse):
         engine = Stage1(model, comm)
-        names = ("full_params", "full_grads", "param_shard", "grad_shard", "adamw")
-        own = SimpleNamespace(**{name: getattr(engine, name) for name in names})
-        before = meter.held()["total"]
+        unit = engine.units[0]
+        start = meter.held()["total"]
         for at in range(job.steps):
             engine.backward(model.loss(*data.batch(at, comm.rank, comm.world_size)))
+            own = SimpleNamespace(
+                full_params=unit.full_params,
+                full_grads=unit.grads(),
+                param_shard=unit.param_shard,
+                grad_shard=shard_of(unit.grads(), comm.world_size, comm.rank),
+                adamw=unit.adamw,
+            )
+            before = meter.held()["total"]
             meter.reset_peak()
             meter.sent.clear()
             with torch.no_grad():
                 step(own, comm)
-            sent, after = meter.sent_bytes(), meter.held()["total"]
-            engine.full_grads.zero_()
+            sent = meter.sent_bytes()
+            unit.drop_grads()
+            own.full_grads = own.grad_shard = None
+        after = meter.held()["total"]
+    assert unit.adamw is not None
     return Seen(
         params=params,
-        padding=engine.full_params.numel() - params,
-        full_params=engine.full_params,
-        master=engine.adamw.master,
+        padding=unit.padded - params,
+        full_params=unit.full_params,
+        master=unit.adamw.master,
         sent=sent,
-        left_over=after - before,
+        left_over=after - start,
         temporary=meter.peak - before,
     )
 

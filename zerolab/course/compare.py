@@ -43,8 +43,8 @@ def deepspeed_host_bytes(stage: int, params: int, per_node: int, nodes: int = 1,
 def compare(params: float, ranks: int, stage: int, largest_layer: int = 0) -> tuple[Answer, ...]:
     """Our recipes first, then the calculators (without activations)."""
     size, n = whole("params", params, 1), whole("ranks", ranks, 1)
-    ours = [Answer(r.name, held_bytes(stage, n, size, r)["total"],
-                   f"{r.total} bytes a parameter; {r.source}") for r in RECIPES.values()]  # fmt: skip
+    ours = [Answer(r.name, held_bytes(stage, n, size, r)["total"], f"{r.total} bytes; {r.source}")
+            for r in RECIPES.values()]  # fmt: skip
     fp32_grads = held_bytes(stage, n, size, "adamw-mixed-fp32-grads")["total"]
     buffers = (10**9 if stage and n > 1 else 0) + (2 * 10**9 if stage == 3 and n > 1 else 0)
     claims = [
@@ -59,8 +59,8 @@ def compare(params: float, ranks: int, stage: int, largest_layer: int = 0) -> tu
     if stage >= 2:
         claims.append(Answer("DeepSpeed estimator, code",
                              deepspeed_gpu_bytes(stage, size, n, largest_layer),
-                             "an fp32 gradient beside the 16-bit one (20); at stage 3 the 16-bit "
-                             "one is missing (18), and the largest layer is whole twice"))  # fmt: skip
+                             "an fp32 gradient beside the 16-bit one (20); stage 3 omits the "
+                             "16-bit one (18) and adds 4 bytes of the largest layer"))  # fmt: skip
     if stage == 2:
         claims.append(Answer("DeepSpeed estimator, docs",
                              deepspeed_gpu_bytes(stage, size, n, docs=True),

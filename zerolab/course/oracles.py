@@ -9,16 +9,25 @@ from dataclasses import dataclass
 
 import sympy as sp
 
+from zerolab.course.compare import deepspeed_gpu_bytes, deepspeed_host_bytes
+from zerolab.course.partition import even_shards, greedy_shards, row_shards
 from zerolab.theory import offload as off
-from zerolab.theory.compare import deepspeed_gpu_bytes, deepspeed_host_bytes
-from zerolab.theory.memory import held_bytes, padding
-from zerolab.theory.notation import A, Psi
-from zerolab.theory.partition import even_shards, greedy_shards, row_shards
+from zerolab.theory.catalog import MODELS, model
+from zerolab.theory.memory import RECIPES, derive_limit, held_bytes, padding
+from zerolab.theory.notation import A, N_d, Psi, S, W
 from zerolab.theory.plan import plan
 from zerolab.theory.precision import BF16
-from zerolab.theory.residual import activation_bytes
+from zerolab.theory.residual import activation_bytes, fused_buffer, gathered_bytes
 from zerolab.theory.strategy import Strategy
-from zerolab.theory.traffic import derive_accumulation, derive_ratio, ring_time_s, sent_bytes
+from zerolab.theory.traffic import (
+    HYBRID,
+    derive_accumulation,
+    derive_ratio,
+    derive_ring,
+    ring_time_s,
+    sent,
+    sent_bytes,
+)
 
 GB, GIB, MIB, TIB = 10**9, 2**30, 2**20, 2**40
 Q = sp.Rational
@@ -52,6 +61,18 @@ class Oracle:
         return self.printed == self.published
 
 
+def delayed(weight: sp.Rational, lr: sp.Rational, steps: int, delay: int = 1) -> list[sp.Rational]:
+    """Gradient descent on w² with the gradient of `delay` steps ago (ZeRO-Offload §5.2).
+
+    The first `delay` steps have no gradient to use and change nothing.
+    """
+    path = [weight]
+    for step in range(steps):
+        gradient = 2 * path[step - delay] if step >= delay else 0
+        path.append(path[-1] - lr * gradient)
+    return path[1:]
+
+
 def held_gb(params: float, ranks: int, *stages: int, recipe: str = "adamw-mixed") -> tuple:
     return tuple(Q(held_bytes(st, ranks, params, recipe)["total"], GB) for st in stages)
 
@@ -81,15 +102,17 @@ EXCLUDED = (
     ("ZeRO §6.1, 33 GB of checkpoints for 100B", "the count of elements; 67.1 GB in bytes"),
     ("FSDP §3.2.2, 2M(W-1)/(GW)", "the ring gives 2M(W-G)/(GW)"),
     ("cases A9, A12, A17", "no confirmed cause: an allocator's cache, buffers, activations"),
+    ("ZeRO-Offload table 4, seconds of Adam", "measured; its 10B row is the planner's speed"),
+    ("cases B8, E4, F1", "arithmetic on their inputs alone, which nothing of ours computes"),
     ("cases without a figure", "explanations of behaviour, for lessons and checks"),
 )
 
 
 def _papers() -> list[Oracle]:
-    rows = [Oracle("ZeRO table 1", f"GB, {name}, N={n}, stages 1 to 3", cells[i],
-                   held_gb(params, n, 1, 2, 3), True)
+    rows = [Oracle("ZeRO table 1", f"GB, {billions}B, N={n}, stages 1 to 3", printed,
+                   held_gb(float(billions) * GB, n, 1, 2, 3), True)
             for n, cells in TABLE_1.items()
-            for i, (name, params) in enumerate((("7.5B", 7.5e9), ("128B", 128e9), ("1T", 1e12)))]  # fmt: skip
+            for billions, printed in zip(("7.5", "128", "1000"), cells, strict=True)]  # fmt: skip
     for layers, kilo, heads, printed in FIGURE_2A:
         h, params, tokens = kilo * 1024, 12 * layers * (kilo * 1024) ** 2, 1024
         working = 16 * h + 2 * heads * tokens  # bytes of one token in one layer
@@ -119,8 +142,8 @@ def _papers() -> list[Oracle]:
         Oracle("ZeRO §3.2", "GB of checkpoints, 1.5B; GB and GiB, 100B", "5.03 67.1 62.5",
                (Q(activation_bytes(*gpt2, "full"), GB),
                 *(Q(activation_bytes(125, 8192, 64, 1024, 32, "full"), u) for u in (GB, GIB)))),
-        Oracle("ZeRO §3.2", "percent of recomputation; GB of fused buffers", "33 12 6",
-               (Q(200, 6), *(Q(4 * x * 10**8, GB) for x in (30, 15)))),
+        Oracle("ZeRO §3.2", "GB of fused buffers, 3B and 1.5B", "12 6",
+               tuple(Q(fused_buffer(x * 10**8).high, GB) for x in (30, 15))),
         Oracle("Korthikanti", "GPT-3: GB a layer, GB in all at b=1", "2.87 275",
                tuple(Q(activation_bytes(n, 12288, 96, 2048), GB) for n in (1, 96))),
         Oracle("ZeRO-Offload §3", "bytes crossing; held; times", "4 16 14 4 2 1.14 8",
@@ -139,20 +162,21 @@ def _papers() -> list[Oracle]:
 
 
 def _exercises() -> list[Oracle]:
-    def ms(volume: int, size: float, ring: bool = True) -> sp.Expr:
-        return volume * Q(size) * (Q(7, 8) if ring else 1) / (400 * GB) * 1000
+    def ms(stage: int, size: float, ring: bool = True) -> sp.Expr:
+        papers = sum(sent(stage).values()) * size / Psi
+        return Q(sent_bytes(stage, 8, size)["total"] if ring else papers) / (400 * GB) * 1000
 
     sizes = (("1", "8.75 13.125 15"), ("7", "61.25 91.875 105"), ("13", "113.75 170.625 195"),
              ("70", "612.5 918.75 1050"))  # fmt: skip
     speed, big, swap_s = Q(400 * GB), 175 * 10**9, off.disk_step_s(175e9, 25e9, 12)
-    layer, ckpt = 12 * 12288**2, activation_bytes(96, 12288, 96, 2048, 1, "full")
+    layer, ckpt = MODELS["gpt3-175b"].units[1], activation_bytes(96, 12288, 96, 2048, 1, "full")
     return [
         Oracle("exercise 1", "GB, 13B, N=8", "208 71.5 48.75 26", held_gb(13e9, 8, 0, 1, 2, 3)),
         Oracle("exercise 2", "times data parallelism", "1.5", (derive_ratio(3).result,)),
         *(Oracle("exercise 3", f"ms, {b}B: DP, ZeRO-3, without (N-1)/N", text,
-                 (ms(4, float(b) * GB), ms(6, float(b) * GB), ms(6, float(b) * GB, False)))
+                 (ms(0, int(b) * GB), ms(3, int(b) * GB), ms(3, int(b) * GB, False)))
           for b, text in sizes),
-        Oracle("exercise 3", "ms, 7B: serial", "191.9", (100 + ms(6, 7 * GB),)),
+        Oracle("exercise 3", "ms, 7B: serial", "191.9", (100 + ms(3, 7 * GB),)),
         Oracle("exercise 3", "B at break-even: ZeRO-3, large N, DP", "7.62 6.67 11.43",
                tuple(speed / 10 / v / GB for v in (6 * Q(7, 8), 6, 4 * Q(7, 8)))),
         Oracle("exercise 3", "tokens in 100 ms, 7B", "371", (Q(312 * 10**12, 20) / (42 * GB),)),
@@ -176,7 +200,8 @@ def _cases() -> list[Oracle]:
         return Q(plan(7.02e9, 8, Strategy(3, "fsdp2-mixed", frozen=7 * GB, **how)).held[kind], GB)
 
     a1 = 6805 * 10**6, 4, 131 * 10**6
-    a2, table = 50400 * 4096, 248320 * 5120
+    a2, table, unit = 50400 * 4096, 248320 * 5120, [9216**2] * 40
+    half, full = (held_bytes(stage, 2, 1436e6, "adamw-fp32") for stage in (3, 0))
     return [
         Oracle("case A1", "GiB: none, optimizer, both; host", "29.01 3.66 0.49 152.1 171.1",
                (*(Q(deepspeed_gpu_bytes(3, *a1, o), GIB) for o in ("none", *OFFLOADED)),
@@ -186,7 +211,8 @@ def _cases() -> list[Oracle]:
         Oracle("case A4", "GiB: paper, code, docs", "9.96 11.28 15.93",
                (held_gb(2851e6, 8, 2)[0] * GB / GIB,
                 *(Q(deepspeed_gpu_bytes(2, 2851 * 10**6, 8, docs=d), GIB) for d in (False, True)))),
-        Oracle("case A7", "times, stage 1, N=4", "2.29", (16 / (4 + Q(12, 4)),)),
+        Oracle("case A7", "times, stage 1, N=4", "2.29",
+               (derive_limit(1).steps[1].expr.subs(N_d, 4),)),
         Oracle("case A9", "GB, stages 3 and 2, N=8 and N=2", "14 26.25 56 63",
                held_gb(7e9, 8, 3, 2) + held_gb(7e9, 2, 3, 2)),
         Oracle("case A10", "MB of states; most saved at N=4", "200 150",
@@ -194,28 +220,32 @@ def _cases() -> list[Oracle]:
                                         held_gb(12.5e6, 4, 0, recipe="adamw-fp32")[0]
                                         - held_gb(12.5e6, 4, 3, recipe="adamw-fp32")[0]))),
         Oracle("case A11", "B in one unit; GB whole", "3.40 13.6",
-               (Q(40 * 9216**2, GB), Q(4 * 40 * 9216**2, GB))),
+               (Q(sum(unit), GB), Q(gathered_bytes([sum(unit)], RECIPES["adamw-fp32"], 0), GB))),
         Oracle("case A13", "MiB: a shard, both, unsharded", "2739 5478 10956",
-               tuple(Q(k * 4 * 1436 * 10**6, 2 * MIB) for k in (1, 2, 4))),
+               (Q(half["gradients"], MIB), *(Q(h["parameters"] + h["gradients"], MIB)
+                                             for h in (half, full)))),
         Oracle("case A15", "MiB: parameters, a moment, over 2, over 8", "237 474.8 237.4 59.4",
-               tuple(Q(x * 124475904, MIB) for x in (2, 4, 2, Q(1, 2)))),
+               tuple(Q(held_bytes(1, n, 124475904, "fsdp2-mixed")["optimizer_states"], k * MIB)
+                     for k, n in ((4, 1), (2, 1), (2, 2), (2, 8)))),
         Oracle("case A16", "B; GiB; apart", "10171187200 9.47 4.74",
-               (8 * table, Q(8 * table, GIB), Q(4 * table, GIB))),
-        Oracle("case B1", "M inbound at 4 nodes: a gather, a step", "0.75 2.25", (Q(3, 4), Q(9, 4))),
+               (both := gathered_bytes([2 * table], RECIPES["adamw-fp32"], 0), Q(both, GIB),
+                Q(gathered_bytes([table, table], RECIPES["adamw-fp32"], 0), GIB))),
+        Oracle("case B1", "M inbound, 4 nodes: gather, step", "0.75 2.25",
+               (derive_ring("all_gather").result.subs({S: 1, N_d: 4}), HYBRID["full"].subs(W, 4))),
         Oracle("case B2", "Ψ with A=4: stages 1, 2, 3", "2 5 12",
                tuple(derive_accumulation(k).result.subs({A: 4, Psi: 1}) for k in (1, 2, 3))),
         Oracle("case B4", "w: three plain steps, four delayed", "0.8 0.64 0.512 1.0 0.8 0.6 0.44",
-               (*off.delayed(Q(1), Q(1, 10), 3, 0), *off.delayed(Q(1), Q(1, 10), 4, 1))),
+               (*delayed(Q(1), Q(1, 10), 3, 0), *delayed(Q(1), Q(1, 10), 4, 1))),
         Oracle("case B5", "GB; ms at 300, at 235; GB/s seen", "8.75 29 37 21",
                (Q("8.75"), *(ring_time_s("all_gather", 10 * GB, 8, bw * GB, 0) * 1000
                              for bw in (300, 235)), Q("8.75") / Q("0.42"))),
         Oracle("case B7", "GB a step at N=2, N=4; s at 10 Gb/s", "4.5 6.75 5.4",
                (*(Q(sent_bytes(3, n, 1.5e9)["total"], GB) for n in (2, 4)), Q("6.75") * 8 / 10)),
-        Oracle("case B8", "percent", "56", (100 * (Q("1.56") - 1),)),
         Oracle("case B12", "times, explained by volume", "1.5", (derive_ratio(3).result,)),
         Oracle("case C2", "GB of host: at start, steady", "336 112",
                (Q(deepspeed_host_bytes(2, 7 * GB, 8, at_start=True), GB), held_gb(7e9, 1, 0)[0])),
-        Oracle("case C3", "GB a node, 10B over 2", "80", (Q(16 * 10, 2),)),
+        Oracle("case C3", "GB a node, 10B over 2", "80",
+               (Q(held_bytes(3, 2, 1e10, "zero-infinity")["optimizer_states"], GB),)),
         Oracle("case C5", "s per 1B parameters at 3 GB/s", "10.7", (off.disk_step_s(1e9, 3e9),)),
         Oracle("case C7", "s for 18B a node", "4.6", (off.cpu_adam_s(18e9),)),
         Oracle("case D2", "padded; real elements", "60 30 27",
@@ -231,17 +261,18 @@ def _cases() -> list[Oracle]:
                row_shards(5, 4) + row_shards(9, 4) + row_shards(1, 4)),
         Oracle("ZeroRedundancyOptimizer", "moments and a counter: ranks 0, 1", "20001 201",
                tuple(2 * n + 1 for n in greedy_shards([10**4, 100, 100, 100], 4)[:2])),
-        Oracle("case D10", "B, a fair shard of 7B over 8", "0.875", (Q(7, 8),)),
+        Oracle("case D10", "B, a fair shard of 7B over 8", "0.875",
+               (Q(even_shards(7 * GB, 8)[0], GB),)),
         Oracle("case D11", "bytes at N=1, stage 3", "16", (held_bytes(3, 1, 1)["total"],)),
         Oracle("case E1", "GB of gradients: frozen mixed in, apart", "3.51 0.01",
                tuple(plan_gb("gradients", frozen_apart=apart) for apart in (False, True))),
-        Oracle("case E3", "M, a tied table once", "38.6", (Q(50257 * 768, 10**6),)),
-        Oracle("case E4", "GB of host: every rank loads, one loads", "488 61", (61 * 8, 61)),
+        Oracle("case E3", "M, a tied table once", "38.6",
+               (Q(model("gpt2", tied=False).params - model("gpt2").params, 10**6),)),
         Oracle("case E5", "B: upcast, not upcast", "332032 166016",
                tuple(held_bytes(0, 1, 20752, r)["total"] for r in ("adamw-mixed", "adamw-bf16"))),
         Oracle("case E6", "B: separate fp32 master, shared", "201326592 134217728",
-               (12 * 16777216, 8 * 16777216)),
-        Oracle("case F1", "global norm of 3 and 4; scale", "5 0.2", (sp.sqrt(9 + 16), Q(1, 5))),
+               tuple(held_bytes(0, 1, 16777216, r)["optimizer_states"]
+                     for r in ("adamw-mixed", "adamw-fp32"))),
         Oracle("case F4", "1 + 2^-9 lost in bf16, yes is 1", "1", (int(BF16.absorbs(Q(1, 512))),)),
     ]  # fmt: skip
 

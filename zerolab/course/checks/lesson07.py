@@ -1,0 +1,237 @@
+"""Lesson 07: stage 3. A linear layer whose weight no rank holds, except while it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerolab.course.checks.core import Wrong, exercise
+from zerolab.course.checks.numbers import Slip, expect_bytes
+from zerolab.course.checks.on_ranks import RANKS, on_ranks
+from zerolab.practice.comm import Comm, sum_in_rank_order
+from zerolab.practice.meter import Meter, label
+from zerolab.practice.sharding import flatten, padded_numel, shard_of
+
+SHAPES = ((7, 5), (9, 7), (3, 9))  # three layers, none of which four ranks divide evenly
+
+
+@exercise(
+    "07.1",
+    "70 billion parameters on 64 ranks",
+    points=1,
+    hints=["Everything is divided now.", "16 bytes times 70e9, divided by 64."],
+)
+def predict(answer: Any) -> None:
+    psi = 70e9
+    slips = [
+        Slip(16 * psi, "That is plain data parallelism: everything is divided by 64 now."),
+        Slip((2 + 14 / 64) * psi, "That is stage 2: the parameters are divided, too."),
+        Slip((4 + 12 / 64) * psi, "That is stage 1: gradients and parameters are divided, too."),
+        Slip(12 * psi / 64, "That is the optimizer states alone."),
+        Slip(psi / 4 * 64, "That is all 64 ranks together: give one rank's bytes."),
+        Slip(0.25, "That is bytes for one parameter: there are 70e9 of them."),
+    ]
+    expect_bytes(answer, psi / 4, "Stage 3, 70e9 parameters, 64 ranks", slips)
+
+
+@exercise(
+    "07.2",
+    "A layer that is there when it is needed",
+    points=5,
+    hints=[
+        (
+            "Both functions begin alike: make room for the whole flat weight, gather the shards "
+            "into it, cut off the padding, give it its shape."
+        ),
+        (
+            "whole = torch.empty(len(weight_shard) * comm.world_size); "
+            "comm.all_gather(whole, weight_shard); weight = whole[:out * in].view(out, in)"
+        ),
+        (
+            "Backward of y = x @ weight.T: the gradient of x is grad_y @ weight, and that of the "
+            "weight is grad_y.T @ x, shape (out, in)."
+        ),
+        (
+            "Flatten the gradient, pad it with zeros to the length of all shards, and "
+            "reduce-scatter it into a shard. Do not divide by N: the step does."
+        ),
+    ],
+)
+def sharded_layer(answer: Any) -> None:
+    if not (isinstance(answer, tuple) and len(answer) == 2 and all(map(callable, answer))):
+        raise Wrong("Two functions are needed.", 'Call check("07.2", (forward, backward)).')
+    for rank, seen in enumerate(on_ranks(_trial, *answer)):
+        _same(seen, rank)
+        if seen.between > seen.inputs:
+            raise Wrong(
+                f"All is right, but between forward and backward rank {rank} keeps "
+                f"{seen.between - seen.inputs:,} bytes besides the inputs.",
+                "A whole weight is still alive: then it need not be gathered again, and this is "
+                "not stage 3. Keep nothing in forward; gather once more in backward.",
+                points=3,
+            )
+        if seen.sent["total"] > seen.budget:
+            raise Wrong(
+                f"All is right, but rank {rank} sends {seen.sent['total']:,} bytes where three "
+                f"passes, {seen.budget:,}, suffice.",
+                "An all-reduce of the gradients, or a gather too many: two all-gathers and one "
+                "reduce-scatter are enough.",
+                points=3,
+            )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank shows after forward and backward through three layers; bytes."""
+
+    output: Tensor
+    right_output: Tensor
+    grad_x: Tensor
+    right_grad_x: Tensor
+    grads: list[Any]
+    right_grads: list[Tensor]
+    local_grads: list[Tensor]
+    sent: dict[str, int]
+    budget: int
+    between: int
+    inputs: int
+
+
+def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen:
+    """Runs on a rank: three layers through the learner's functions, and through torch's own."""
+    comm = Comm()
+    torch.manual_seed(7)
+    weights = [torch.randn(shape) for shape in SHAPES]
+    inputs = torch.randn(RANKS, 4, SHAPES[0][1])
+    shards = []
+    for weight in weights:
+        flat = flatten([weight], padded_numel(weight.numel(), RANKS), torch.float32)
+        shards.append(label(shard_of(flat, RANKS, comm.rank).clone(), "parameters"))
+    per_rank = [_plain(weights, inputs[rank]) for rank in range(RANKS)]
+    right_output, right_grad_x, _ = per_rank[comm.rank]
+    mine: list[Tensor] = []
+    local: list[Tensor] = []
+    for layer, weight in enumerate(weights):
+        parts = [grads[layer] for _, _, grads in per_rank]
+        length = padded_numel(weight.numel(), RANKS)
+        for kept, whole in ((mine, sum_in_rank_order(parts)), (local, parts[comm.rank])):
+            kept.append(shard_of(flatten([whole], length, torch.float32), RANKS, comm.rank).clone())
+
+    x, kept_inputs, grads = inputs[comm.rank].clone(), [], []
+    with Meter() as meter, torch.no_grad():
+        for shard, shape in zip(shards, SHAPES, strict=True):
+            kept_inputs.append(x)
+            x = forward(x, shard, shape, comm)
+        between = meter.held()
+        output, grad = x, torch.ones_like(x)
+        for layer in reversed(range(len(SHAPES))):
+            back = backward(grad, kept_inputs[layer], shards[layer], SHAPES[layer], comm)
+            if not (isinstance(back, tuple) and len(back) == 2):
+                raise TypeError("backward must return two tensors: (grad_x, grad_shard)")
+            grad, grad_shard = back
+            grads.insert(0, grad_shard)
+        sent = meter.sent_bytes()
+    return Seen(
+        output=output,
+        right_output=right_output,
+        grad_x=grad,
+        right_grad_x=right_grad_x,
+        grads=grads,
+        right_grads=mine,
+        local_grads=local,
+        sent=sent,
+        budget=3 * (RANKS - 1) * sum(shard.nbytes for shard in shards),
+        between=between["total"] - between["parameters"],
+        inputs=sum(t.nbytes for t in kept_inputs) + output.nbytes,
+    )
+
+
+def _plain(weights: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, gradient of the input, gradients of the weights; the loss is the output's sum."""
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    x = x.clone().requires_grad_()
+    y = x
+    for weight in leaves:
+        y = y @ weight.T
+    y.sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad, [weight.grad for weight in leaves if weight.grad is not None]
+
+
+def _same(seen: Seen, rank: int) -> None:
+    checks = [
+        ("the output of the third layer", seen.output, seen.right_output, "y = x @ weight.T"),
+        ("the gradient of the input", seen.grad_x, seen.right_grad_x, "it is grad_y @ weight"),
+    ]
+    for what, got, right, why in checks:
+        if not isinstance(got, Tensor) or got.shape != right.shape:
+            shape = tuple(got.shape) if isinstance(got, Tensor) else repr(got)
+            raise Wrong(f"On rank {rank} {what} is {shape}, not of shape {tuple(right.shape)}.")
+        if not torch.allclose(got, right, rtol=1e-4, atol=1e-4):
+            raise Wrong(f"On rank {rank} {what} is wrong.", f"With all shards gathered, {why}.")
+    for layer, (got, right) in enumerate(zip(seen.grads, seen.right_grads, strict=True)):
+        where = f"On rank {rank} the gradient shard of layer {layer}"
+        if not isinstance(got, Tensor) or got.shape != right.shape:
+            shape = tuple(got.shape) if isinstance(got, Tensor) else repr(got)
+            raise Wrong(
+                f"{where} is {shape}; it must have the shard's shape, {tuple(right.shape)}.",
+                "A rank keeps the gradient of its own shard alone: reduce-scatter the flat, padded "
+                "gradient.",
+            )
+        if not torch.allclose(got, right, rtol=1e-4, atol=1e-4):
+            raise Wrong(f"{where} is wrong.", _why(got, right, seen.local_grads[layer]))
+
+
+def _why(got: Tensor, right: Tensor, local: Tensor) -> str:
+    if torch.allclose(got, local, rtol=1e-4, atol=1e-4):
+        return "It is this rank's own gradient: it was never summed over ranks."
+    if torch.allclose(got * RANKS, right, rtol=1e-4, atol=1e-4):
+        return "You divided by N: the optimizer's step does that, with its scale."
+    if torch.allclose(got.sort().values, right.sort().values, rtol=1e-4, atol=1e-4):
+        return "The numbers are there, in another order: flatten (out, in) row by row."
+    return "The weight's gradient is grad_y.T @ x, of shape (out, in), flattened row by row."
+
+
+@exercise(
+    "07.3",
+    "Three times, or one and a half?",
+    points=1,
+    hints=[
+        "Write both in the same unit before you divide.",
+        "Stage 3 sends 6Ψ bytes, data parallelism 4Ψ bytes.",
+    ],
+)
+def ratio(answer: Any) -> None:
+    slips = [
+        Slip(3, "6Ψ bytes over 2Ψ elements: the two are not in the same unit."),
+        Slip(6, "6Ψ is what stage 3 sends; divide by what data parallelism sends."),
+        Slip(2, "4Ψ over 2Ψ is data parallelism in bytes over itself in elements."),
+        Slip(2 / 3, "That is data parallelism over stage 3."),
+        Slip(1, "Stages 1 and 2 send as much as data parallelism; stage 3 gathers once more."),
+    ]
+    expect_bytes(answer, 1.5, "Stage 3's traffic over that of data parallelism", slips)
+
+
+@exercise(
+    "07.4",
+    "What one layer needs when it is whole",
+    points=1,
+    hints=[
+        "A layer of GPT-3 has 12·h² parameters in its matrices, and h is 12,288.",
+        "12 · 12288² parameters of 2 bytes.",
+    ],
+)
+def gathered_layer(answer: Any) -> None:
+    layer = 12 * 12288**2
+    slips = [
+        Slip(layer, "That is the number of parameters: each has 2 bytes while it is gathered."),
+        Slip(16 * layer, "Only the 16-bit parameters are gathered: optimizer states never travel."),
+        Slip(4 * layer, "The working parameters are 16-bit: 2 bytes each."),
+        Slip(96 * 2 * layer, "That is the whole model: only one layer is whole at a time."),
+        Slip(2 * layer / 1024, "That is a shard: for its forward the layer must be whole."),
+    ]
+    expect_bytes(answer, 2 * layer, "A whole layer of GPT-3 in 16 bits", slips)

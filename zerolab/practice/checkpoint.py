@@ -1,0 +1,172 @@
+"""Checkpoints that any stage on any number of ranks can go on from.
+
+On disk there are no stages, ranks or padding: the flat weights, momentum and variance of each
+parameter lie there in pieces, each under the parameter's name and where in it the piece starts.
+A rank writes what it owns, and reads the pieces that overlap with what it will own, one unit
+after the other. torch.distributed.checkpoint (DCP) keeps the pieces and their index.
+
+All ranks must see the same folder. Load only what you trust: DCP's index is a pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zerolab.practice import snapshots
+from zerolab.practice.comm import Comm
+from zerolab.practice.precision import PRECISIONS
+from zerolab.practice.sharding import shard_range
+from zerolab.practice.snapshots import CheckpointError
+from zerolab.practice.unit import Unit
+
+__all__ = ["CheckpointError", "load", "save"]
+
+
+def save(engine: Any, folder: str | Path, steps: int, about: dict[str, Any]) -> Path:
+    """Saves an engine between two steps (call it on all ranks); returns the new folder's path.
+
+    `about` is what else is needed to go on, as JSON can hold it. CheckpointError on all ranks if
+    one of them cannot write its part.
+    """
+    comm, path = engine.comm, Path(folder) / f"step-{steps:08d}"
+    first = comm.rank == 0
+    partial = next(filter(None, _on_all(lambda: snapshots.begin(path) if first else None)))
+    state = {f"random@{comm.rank}": torch.get_rng_state()}
+    for unit in engine.units:
+        for name, start, values in _pieces(unit, comm, written=True):
+            state[f"{name}@{start}"] = values
+    try:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
+    except CheckpointException as error:
+        rank, (why, _) = min(error.failures.items())
+        raise CheckpointError(f"Rank {rank} cannot write its part of {path}: {why}.") from None
+    own = [*partial.glob(f"__{comm.rank}_*"), *([partial / ".metadata"] if first else [])]
+    prints = _on_all(lambda: {file.name: snapshots.fingerprint(file) for file in own})
+    manifest = _identity(engine) | {
+        "steps": steps,
+        "updates": max((unit.adamw.steps for unit in engine.units if unit.trainable), default=0),
+        "about": about,
+        "files": {name: digest for each in prints for name, digest in each.items()},
+    }
+    _on_all(lambda: snapshots.commit(partial, manifest) if first else None)
+    return path
+
+
+def load(engine: Any, folder: str | Path) -> tuple[int, dict[str, Any]]:
+    """Fills an engine of any stage from the last checkpoint; returns its steps and `about`.
+
+    Call it on all ranks, between two steps. Weights, moments, number of updates and working
+    parameters get the saved bits. A rank whose number was there at the save gets its random
+    state back, the others keep theirs. CheckpointError on all ranks, before anything is changed,
+    for a checkpoint that is missing, damaged, or another model's or recipe's.
+    """
+    comm = engine.comm
+    found = _on_all(lambda: snapshots.verified(Path(folder), comm.rank, comm.world_size))
+    path, manifest = found[comm.rank]
+    _compare(manifest, _identity(engine), path)
+    saved: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    starts: dict[str, list[int]] = {}
+    for key in saved:
+        name, _, start = key.rpartition("@")
+        starts.setdefault(name, []).append(int(start))
+    random = {f"random@{comm.rank}": torch.get_rng_state()} if comm.rank in starts["random"] else {}
+    dcp.load(random, storage_reader=dcp.FileSystemReader(path))
+    for state in random.values():
+        torch.set_rng_state(state)
+    for unit in engine.units:
+        _read(unit, comm, path, saved, starts)
+        if unit.trainable:
+            unit.adamw.steps = manifest["updates"]
+            unit.param_shard.copy_(unit.adamw.master)
+        if unit.full_params.untyped_storage().nbytes() and len(unit.param_shard) < unit.padded:
+            comm.all_gather(unit.full_params, unit.param_shard)
+        unit.grad_shard = None
+        unit.drop_grads()
+    return manifest["steps"], manifest["about"]
+
+
+def _read(
+    unit: Unit, comm: Comm, path: Path, saved: dict[str, Any], starts: dict[str, list[int]]
+) -> None:
+    """Fills this rank's part of a unit from the pieces on disk that overlap with it."""
+    read: dict[str, Tensor] = {}
+    copies = []
+    for name, start, values in _pieces(unit, comm):
+        for at in starts[name]:
+            key = f"{name}@{at}"
+            first, last = max(start, at), min(start + len(values), at + saved[key].size.numel())
+            if first < last:
+                read[key] = torch.empty(saved[key].size, dtype=values.dtype)
+                copies.append((values[first - start : last - start], key, first - at))
+    dcp.load(read, storage_reader=dcp.FileSystemReader(path))
+    for values, key, at in copies:
+        values.copy_(read[key][at : at + len(values)])
+
+
+def _pieces(unit: Unit, comm: Comm, written: bool = False) -> Iterator[tuple[str, int, Tensor]]:
+    """What this rank holds of each flat tensor: the tensor's name, where in it, a view of it.
+
+    At stage 0 a rank holds everything; `written` gives the N-th part that it writes.
+    """
+    flats = {"weights": unit.adamw.master if unit.trainable else unit.param_shard}
+    if unit.trainable:
+        flats |= {"momentum": unit.adamw.momentum, "variance": unit.adamw.variance}
+    start, stop = shard_range(unit.numel, comm.world_size, comm.rank)
+    origin = start  # of what the rank holds, in the unit
+    if len(unit.param_shard) == unit.padded:
+        origin = 0
+        start, stop = (start, stop) if written else (0, unit.numel)
+    ends = list(accumulate(shape.numel() for shape in unit.shapes))
+    for name, begin, end in zip(unit.names, [0, *ends], ends, strict=False):
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            for kind, flat in flats.items():
+                yield f"{name}.{kind}", first - begin, flat[first - origin : last - origin]
+
+
+def _identity(engine: Any) -> dict[str, Any]:
+    """What a checkpoint and the engine that loads it must have in common."""
+    precision = engine.units[0].precision
+    parameters = {
+        name: f"{list(shape)}{'' if unit.trainable else ' and frozen'}"
+        for unit in engine.units
+        for name, shape in zip(unit.names, unit.shapes, strict=True)
+    }
+    recipe = next(name for name, each in PRECISIONS.items() if each == precision)
+    return {"recipe": recipe, "parameters": parameters}
+
+
+def _compare(saved: dict[str, Any], here: dict[str, Any], path: Path) -> None:
+    why = f"with the recipe {saved['recipe']}, and this one is {here['recipe']}"
+    same = saved["recipe"] == here["recipe"]
+    ours, theirs = here["parameters"], saved["parameters"]
+    for name in [*ours, *theirs]:
+        there, now = theirs.get(name, "missing"), ours.get(name, "missing")
+        if same and there != now:
+            same, why = False, f"from another model: {name} is {there} there and {now} here"
+    if not same:
+        raise CheckpointError(f"{path} was saved {why}. Go on with the same, or start elsewhere.")
+
+
+def _on_all(action: Callable[[], Any]) -> list[Any]:
+    """What the action gave on each rank; if it failed on one, its sentence is raised on all."""
+    value, complaint = None, ""
+    try:
+        value = action()
+    except (OSError, ValueError) as error:
+        complaint = str(error)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (value, complaint))
+    for _, words in told:
+        if words:
+            raise CheckpointError(words)
+    return [given for given, _ in told]

@@ -1,0 +1,170 @@
+"""Units: groups of parameters that are flattened, reduced, gathered and freed together.
+
+Stages 0 and 1 make the whole model one unit, since they send nothing before the step. Stages 2
+and 3 make one of each module in `model.units()`, so that a unit's gradients can leave, and its
+parameters come and go, while the rest of the model is still at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from zerolab.practice.adamw import AdamW, AdamWOptions
+from zerolab.practice.comm import Comm
+from zerolab.practice.meter import label
+from zerolab.practice.precision import Precision
+from zerolab.practice.sharding import flatten, padded_numel, shard_of, views
+
+
+class Unit:
+    """One flat buffer of parameters, and the gradients that backward leaves in another.
+
+    full_params   (padded numel,) working dtype; the model's parameters are views of it
+    full_grads    (padded numel,) gradient dtype, from the first gradient until `drop_grads`
+    param_shard   the part of the parameters that this rank updates, see `own`
+    grad_shard    its gradients, where a stage keeps them apart; None before there are any
+    adamw         its optimizer states; a frozen unit has none
+
+    A gradient is moved here as soon as autograd has finished it, and added to what earlier
+    micro-batches left. `on_complete` is called when all gradients of a backward pass are there.
+    """
+
+    param_shard: Tensor
+    grad_shard: Tensor | None = None
+    adamw: AdamW
+    on_complete: Callable[[], None] | None = None
+
+    def __init__(
+        self, named_params: list[tuple[str, nn.Parameter]], world_size: int, precision: Precision
+    ) -> None:
+        self.names, self.params = [n for n, _ in named_params], [p for _, p in named_params]
+        self.shapes, self.precision = [p.shape for p in self.params], precision
+        self.trainable = self.params[0].requires_grad
+        self.numel = sum(shape.numel() for shape in self.shapes)
+        self.padded = padded_numel(self.numel, world_size)
+        self._initial = flatten([p.data for p in self.params], self.padded, torch.float32)
+        self.full_params = label(self._initial.to(precision.working), "parameters")
+        self.full_grads: Tensor | None = None
+        self.missing: set[int] = set(range(len(self.params)))
+        for place, (param, view) in enumerate(
+            zip(self.params, views(self.full_params, self.shapes), strict=True)
+        ):
+            param.data = view
+            if self.trainable:
+                param.register_post_accumulate_grad_hook(self._take(place))
+
+    def _take(self, place: int) -> Callable[[Tensor], None]:
+        start = sum(shape.numel() for shape in self.shapes[:place])
+        stop = start + self.shapes[place].numel()
+
+        def take(param: Tensor) -> None:
+            grads = self.grads()
+            assert param.grad is not None
+            grads[start:stop].add_(param.grad.reshape(-1))
+            param.grad = None
+            self.missing.discard(place)
+            if not self.missing and self.on_complete:
+                self.on_complete()
+
+        return take
+
+    def own(
+        self, world_size: int, rank: int, options: AdamWOptions | None, apart: bool = False
+    ) -> None:
+        """Keeps the optimizer states of one shard: the rank's, of world_size; call it once.
+
+        `param_shard` is a view of `full_params`, or a copy that stands `apart` from it.
+        """
+        shard = shard_of(self.full_params, world_size, rank)
+        self.param_shard = label(shard.clone(), "parameters") if apart else shard
+        if self.trainable:
+            master = self.param_shard
+            if self.precision.master_weights:
+                master = label(
+                    shard_of(self._initial, world_size, rank).clone(), "optimizer_states"
+                )
+            self.adamw = AdamW(master, options)
+        del self._initial
+
+    def grads(self) -> Tensor:
+        """`full_grads`, made of zeros if there are none yet."""
+        if self.full_grads is None:
+            dtype = self.precision.gradient
+            self.full_grads = label(torch.zeros(self.padded, dtype=dtype), "gradients")
+        return self.full_grads
+
+    def own_grads(self) -> Tensor:
+        """`grad_shard`, made of zeros if there is none yet."""
+        if self.grad_shard is None:
+            zeros = torch.zeros(self.param_shard.numel(), dtype=self.precision.gradient)
+            self.grad_shard = label(zeros, "gradients")
+        return self.grad_shard
+
+    def whole(self, shard: Tensor, comm: Comm) -> dict[str, Tensor]:
+        """A shard-like tensor of every rank, gathered and cut into the parameters, by name.
+
+        `shard` is `param_shard` or a state of `adamw`. All ranks must call it.
+        """
+        full = shard
+        if shard.numel() < self.padded:
+            full = shard.new_empty(self.padded)
+            comm.all_gather(full, shard)
+        return dict(zip(self.names, views(full, self.shapes), strict=True))
+
+    def drop_grads(self) -> None:
+        """Frees the whole gradients; the next backward pass begins with none."""
+        self.full_grads = None
+        self.missing = set(range(len(self.params)))
+
+
+def make_units(
+    model: nn.Module, modules: Iterable[nn.Module], world_size: int, precision: Precision
+) -> dict[nn.Module, list[Unit]]:
+    """Units of the given modules' parameters, and which of them each module needs, in order.
+
+    A parameter that two modules share (tied weights) belongs to the unit of the first and is
+    needed by both. Trainable and frozen parameters of a module are two units, so that frozen
+    ones get neither gradients nor optimizer states. ValueError for a parameter in none of them.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    owner: dict[int, Unit] = {}
+    needs: dict[nn.Module, list[Unit]] = {}
+    for module in modules:
+        params = {id(p): p for p in module.parameters()}
+        needs[module] = list(dict.fromkeys(owner[key] for key in params if key in owner))
+        for trainable in (True, False):
+            new = [(names[key], p) for key, p in params.items()
+                   if key not in owner and p.requires_grad == trainable]  # fmt: skip
+            if new:
+                unit = Unit(new, world_size, precision)
+                owner |= {id(param): unit for _, param in new}
+                needs[module].append(unit)
+    outside = [name for key, name in names.items() if key not in owner]
+    if outside:
+        raise ValueError(
+            f"The parameter {outside[0]} is in no unit: model.units() must list modules that "
+            "hold every parameter."
+        )
+    return needs
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model wants as units: what its method `units()` returns.
+
+    They hold all parameters between them, stand in the order in which they run, and each runs
+    once in a forward pass. TypeError for a model without that method.
+    """
+    if not callable(getattr(model, "units", None)):
+        raise TypeError(
+            f"{type(model).__name__} has no method units(): let it return the modules, in forward "
+            "order, whose parameters are gathered and freed together."
+        )
+    return list(model.units())  # type: ignore[operator]
+
+
+def all_units(needs: dict[nn.Module, list[Unit]]) -> list[Unit]:
+    """Each unit once, in the order of the modules that own them."""
+    return list(dict.fromkeys(unit for units in needs.values() for unit in units))
