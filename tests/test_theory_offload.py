@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zerolab.course.oracles import delayed
 from zerolab.course.partition import even_shards, greedy_shards, row_shards
-from zerolab.theory.notation import b, h, s
+from zerolab.theory.notation import L, a, b, h, s, t
 from zerolab.theory.offload import (
     MOVABLE,
     bandwidth_for,
@@ -19,7 +19,7 @@ from zerolab.theory.offload import (
     efficiency,
 )
 from zerolab.theory.precision import BF16, FP16, FP32, derive_loss_scale
-from zerolab.theory.residual import activation_bytes
+from zerolab.theory.residual import activation_bytes, derive_activations, fused_buffer
 
 sizes = st.integers(0, 10**6)
 ranks = st.integers(1, 300)
@@ -97,6 +97,25 @@ def test_activations_by_both_formulas():
     assert activation_bytes(**gpt3, micro_batch=3) == 3 * activation_bytes(**gpt3)
     with pytest.raises(ValueError, match="Activation formula"):
         activation_bytes(**gpt3, formula="mine")
+
+
+def test_activations_are_derived_from_what_a_layer_keeps():
+    parts = {name for name, _ in derive_activations().steps[0].parts}
+    assert parts == {"attention", "attention scores", "MLP", "layer norms"}
+    one = {t: 1, L: 1}
+    assert sp.expand(derive_activations().result.subs(one)) == 34 * s * b * h + 5 * a * s**2 * b
+    assert sp.expand(derive_activations("selective").result.subs(one)) == 34 * s * b * h
+    assert derive_activations("full").result == 2 * L * s * b * h
+    assert derive_activations("none", "zero").result == 2 * (12 * L * s * b * h), "12 elements"
+    with pytest.raises(ValueError, match="possible are none, full"):
+        derive_activations("selective", "zero")
+
+
+def test_fused_gradients_grow_with_the_model_unless_the_buffer_is_constant():
+    assert [fused_buffer(n * 10**9).high for n in (1, 3)] == [4 * 10**9, 12 * 10**9]
+    assert [fused_buffer(n * 10**9, True, 2).high for n in (1, 3)] == [10**9, 10**9]
+    assert fused_buffer(1000, True, 2).high == 2000
+    assert fused_buffer(10**9).low == 0
 
 
 def test_number_formats():

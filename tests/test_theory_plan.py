@@ -1,7 +1,7 @@
 """Plans: exact for bare numbers, honest about the rest, and one sentence where impossible."""
 
-import json
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,32 +9,27 @@ from hypothesis import strategies as st
 
 from zerolab.course.compare import compare
 from zerolab.course.search import fastest, what_next
-from zerolab.course.typed import deepspeed_json, pytorch_lines
+from zerolab.course.typed import deepspeed_config, pytorch_lines
+from zerolab.course.why import why
 from zerolab.theory import COLLECTIVES, KINDS, held_bytes, sent_bytes
-from zerolab.theory.catalog import LINKS, MODELS, NODES, Cluster, cluster, model
+from zerolab.theory.catalog import GPUS, LINKS, MODELS, NODES, Cluster, cluster, model
 from zerolab.theory.plan import Strategy, plan
 
 
 @given(st.integers(1, 10**10), st.integers(1, 500), st.sampled_from(range(4)), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
 def test_a_bare_plan_is_the_exact_formulas(params, ranks, stage, times):
-    p = plan(params=params, ranks=ranks, stage=stage, micro_batches=times)
-    shown = p.as_dict()
-    assert shown["held_bytes"] == held_bytes(stage, ranks, params)
-    assert shown["sent_bytes"] == sent_bytes(stage, ranks, params, micro_batches=times)
-    assert set(shown["held_bytes"]) == {*KINDS, "total"}
-    assert set(shown["sent_bytes"]) == {*COLLECTIVES, "total"}
-    assert all(
-        type(n) is int for side in ("held_bytes", "sent_bytes") for n in shown[side].values()
-    )
-    json.dumps(shown)
+    p = plan(params, ranks, Strategy(stage, accumulation=times))
+    assert p.held == held_bytes(stage, ranks, params)
+    assert p.sent == sent_bytes(stage, ranks, params, micro_batches=times)
+    assert set(p.held) == {*KINDS, "total"}
+    assert set(p.sent) == {*COLLECTIVES, "total"}
+    assert all(type(n) is int for side in (p.held, p.sent) for n in side.values())
 
 
-def test_text_shows_bytes_gigabytes_recipe_and_what_is_left_out():
-    text = plan(params=7.5e9, ranks=64, stage=1).as_text()
-    for part in ("31,406,250,000 B", "31.406 GB", "adamw-mixed", "leaves out activations"):
-        assert part in text
-    assert plan(7.5e9, 64, 1).as_text() == text, "the same question in positions"
+def test_a_stage_alone_is_a_strategy():
+    assert plan(7.5e9, 64, 1) == plan(7_500_000_000, 64, Strategy(stage=1))
+    assert plan(7.5e9, 64, 1).held["total"] == 31_406_250_000
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -55,9 +50,35 @@ def test_mixtral_computes_with_two_of_eight_experts():
     assert round(MODELS["mixtral-8x7b"].active_params / 1e9, 1) == 12.9
 
 
-def test_every_link_and_node_has_a_source():
-    assert all(source for _, source in LINKS.values())
-    assert all(node.source and node.gpu for node in NODES.values())
+def test_every_fact_has_a_source():
+    facts = (*MODELS.values(), *LINKS.values(), *GPUS.values(), *NODES.values())
+    assert all(fact.source for fact in facts)
+    assert all({gpu.link, gpu.host} <= set(LINKS) for gpu in GPUS.values())
+    assert all(node.gpu in GPUS for node in NODES.values())
+
+
+def test_rates_are_one_way_whatever_the_vendor_prints():
+    for link in LINKS.values():
+        assert link.printed == link.bytes_per_s * (1 if link.one_way else 2)
+
+
+def test_a_tied_pair_counts_once():
+    table = 32000 * 4096
+    untied, tied = (plan("llama2-7b", 8, Strategy(3, tied=tie)) for tie in (None, True))
+    assert untied.params - tied.params == table
+    assert untied.held["total"] - tied.held["total"] == 16 * table // 8
+    assert tied.model.name == "llama2-7b, tied" and untied.model.name == "llama2-7b"
+    assert model("gpt2", tied=False).params - model("gpt2").params == 50257 * 768
+    assert model("gpt2", tied=True) is MODELS["gpt2"], "as released"
+
+
+def test_a_given_link_replaces_the_gpu_s_and_the_network():
+    fast, slow = (replace(cluster("dgx-a100", 2), rank_bytes_per_s=rate) for rate in (0, 1e9))
+    assert (fast.link_bytes_per_s(8), fast.link_bytes_per_s(16)) == (300e9, 25e9)
+    assert (slow.link_bytes_per_s(8), slow.link_bytes_per_s(16)) == (1e9, 1e9)
+    p = plan(7e9, replace(cluster(8), rank_bytes_per_s=400e9), 3)
+    assert p.sent_s == pytest.approx(0.091875), "exercise 3 of the lecture: 91.875 ms"
+    assert plan(7e9, 8, 3).sent_s is None
 
 
 def test_exercise_4_fits_only_with_optimizer_states_on_nvme():
@@ -90,6 +111,7 @@ def test_residual_states_are_shown_apart():
     gpu = p.fits[0]
     assert gpu.states_bytes == p.held["total"]
     assert gpu.low_bytes == gpu.states_bytes + sum(r.low for r in p.residuals)
+    assert p.cluster.nvme_bytes == 30 * 10**12
     names = {r.name for r in p.residuals}
     assert {"activations", "gathered units", "framework context", "fragmentation"} <= names
     assert p.verdict == "does not fit" and "recompute full: fits" in what_next(p)[0]
@@ -103,7 +125,7 @@ def test_checkpoints_on_the_cpu_leave_the_gpu():
     checkpoints = 2 * 4096 * 4096 * 32
     assert stay.fits[0].low_bytes - leave.fits[0].low_bytes == checkpoints
     assert leave.fits[1].tier == "cpu" and leave.fits[1].low_bytes == 8 * checkpoints
-    assert leave.timeline.busy_s("host link") == pytest.approx(2 * checkpoints / 12e9)
+    assert leave.timeline.busy_s("host link") == pytest.approx(2 * checkpoints / 15.5e9)
 
 
 def test_hybrid_sharding_trades_memory_for_traffic_between_nodes():
@@ -155,18 +177,30 @@ def test_the_fastest_that_fits_is_found_within_a_second(name):
 def test_what_next_keeps_the_batch_and_names_the_floor():
     p = plan("gpt3-175b", "dgx-a100", Strategy(stage=2, micro_batch=4))
     texts = what_next(p)
-    assert any("optimizer_on nvme" in text for text in texts)
-    assert any("micro_batch 1, accumulation 4" in text for text in texts)
+    assert any("--offload optimizer=nvme" in text for text in texts)
+    assert any("--micro-batch 1 --accumulation 4" in text for text in texts)
     assert "at least 35 such GPUs" in texts[-1], "2794 GB over 80 GB each"
     assert what_next(plan("gpt2", "dgx-a100", Strategy(stage=1))) == ()
+    assert what_next(plan("gpt2", 8, 1)) == (), "no capacity is known"
+
+
+def test_gradients_are_fused_where_they_are_reduced_and_no_unit_is():
+    names = [{r.name for r in plan("gpt2", "dgx-a100", k).residuals} for k in range(4)]
+    assert "fused buffer of all gradients" in names[0]
+    assert all("fused buffer, constant size" in found for found in names[1:3])
+    assert not any("fused" in name for name in names[3])
+    alone = plan("gpt2", Cluster("one", 1, 1, "a100-80"), 0)
+    assert not any("fused" in r.name for r in alone.residuals), "one rank reduces nothing"
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: plan(params=7e9, ranks=0, stage=1), "whole number of at least 1, not 0"),
-        (lambda: plan(params=-1, ranks=1, stage=1), "params must be a whole number of at least 1"),
-        (lambda: plan(params=7e9), "needs a model"),
+        (lambda: plan(7e9, 0, 1), "ranks must be a whole number of at least 1, not 0"),
+        (lambda: plan(-1, 1, 1), "params must be a whole number of at least 1"),
+        (lambda: plan(7e9, 8, Strategy(1, tied=True)), "no tables to tie"),
+        (lambda: fastest("gpt2", 8), "name a device or a cluster"),
+        (lambda: fastest(7e9, "dgx-a100"), "give a sequence"),
         (lambda: plan("llama2-8b", 8), "nearest are llama"),
         (lambda: plan("gpt2", "dgx3"), "nearest are dgx2"),
         (lambda: Strategy(stage=4), "possible are 0, 1, 2, 3"),
@@ -194,22 +228,58 @@ def test_bad_input_is_answered_in_one_sentence(call, says):
 
 
 def test_typed_forms():
-    p = plan("llama2-7b", cluster("dgx-a100", 2), Strategy(3, group=8, optimizer_on="cpu",
-             parameters_on="cpu", recompute="full", accumulation=4, reduce_bytes=4))  # fmt: skip
+    s = Strategy(3, optimizer_on="cpu", parameters_on="cpu", recompute="full", accumulation=4,
+                 reduce_bytes=4, checkpoints_on="cpu")  # fmt: skip
+    p = plan("llama2-7b", cluster("dgx-a100", 2), s)
     lines = pytorch_lines(p)
-    assert 'init_device_mesh("cuda", (2, 8)' in lines and "CPUOffloadPolicy()" in lines
+    assert 'init_device_mesh("cuda", (16,))' in lines and "CPUOffloadPolicy()" in lines
     assert "reduce_dtype=torch.float32" in lines and "reshard_after_forward" not in lines
-    config = json.loads(deepspeed_json(p))
+    config = deepspeed_config(p)
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert config["gradient_accumulation_steps"] == 4
+    assert config["activation_checkpointing"] == {
+        "partition_activations": True, "cpu_checkpointing": True}  # fmt: skip
+    hybrid = plan("llama2-7b", cluster("dgx-a100", 2), Strategy(3, group=8))
+    assert 'init_device_mesh("cuda", (2, 8))' in pytorch_lines(hybrid)
+    with pytest.raises(ValueError, match="no hybrid sharding"):
+        deepspeed_config(hybrid)
     two = pytorch_lines(plan("llama2-7b", "dgx-a100", 2))
     assert "reshard_after_forward=False" in two
     assert "ZeroRedundancyOptimizer" in pytorch_lines(plan("gpt2", "dgx-a100", 1))
     assert pytorch_lines(plan("gpt2", "dgx-a100", 0)).startswith("model = DistributedData")
     compile(two, "typed", "exec")
     nvme = plan("gpt2", "dgx-a100", Strategy(3, optimizer_on="nvme"))
-    assert "no NVMe offload" in pytorch_lines(nvme) and "NVME_FOLDER" in deepspeed_json(nvme)
+    assert "no NVMe offload" in pytorch_lines(nvme)
+    assert deepspeed_config(nvme)["zero_optimization"]["offload_optimizer"] == {
+        "device": "nvme", "pin_memory": True, "nvme_path": "NVME_FOLDER"}  # fmt: skip
+
+
+def test_typed_forms_follow_the_recipe():
+    def typed(recipe):
+        p = plan("gpt2", "dgx-a100", Strategy(3, recipe))
+        return pytorch_lines(p), deepspeed_config(p)["bf16"]
+
+    lines, bf16 = typed("adamw-fp32")
+    assert "param_dtype=torch.float32" in lines and bf16 == {"enabled": False}
+    lines, bf16 = typed("deepspeed-bf16-states")
+    assert bf16["bf16_master_weights_and_grads"] and bf16["bf16_optimizer_states"]
+    assert "no separate master weights" in typed("adamw-mixed")[0]
+    assert "no separate master weights" not in typed("fsdp2-mixed")[0]
+
+
+def test_each_line_of_a_plan_has_its_derivation_down_to_its_number():
+    s = Strategy(3, recompute="full", accumulation=2)
+    p = plan("llama2-7b", "dgx-a100", s)
+    found = dict(why(p))
+    assert found["held, total"].result == p.held["total"]
+    assert found["sent, total"].result == p.sent["total"]
+    assert found["besides, activations"].result == p.residuals[0].low
+    assert {"sent, with accumulation", "step", "sent, against stage 0"} <= set(found)
+    for stage in range(4):
+        bare = dict(why(plan(7_000_000_001, 6, stage)))
+        assert bare["held, total"].result == plan(7_000_000_001, 6, stage).held["total"]
+    assert "sent, between groups" in dict(why(plan(7e9, 8, Strategy(3, group=4))))
 
 
 def test_compare_explains_each_difference():

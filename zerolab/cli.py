@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolab.plan_command import add_plan
+from zerolab.train_command import add_train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"zerolab {arguments.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"zerolab {arguments.command}: stopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"zerolab {arguments.command}: {stop or 'stopped'}", file=sys.stderr)
         return 130
 
 
@@ -49,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
     measure.add_argument("--json", action="store_true", help="print one JSON object")
     measure.set_defaults(run=_measure)
+
+    add_train(commands)
     return parser
 
 

@@ -48,9 +48,11 @@ def compare(params: float, ranks: int, stage: int, largest_layer: int = 0) -> tu
     fp32_grads = held_bytes(stage, n, size, "adamw-mixed-fp32-grads")["total"]
     buffers = (10**9 if stage and n > 1 else 0) + (2 * 10**9 if stage == 3 and n > 1 else 0)
     claims = [
-        Answer("accelerate estimate-memory, fp32", 16 * size, "4 times fp32; knows no ranks"),
-        Answer("accelerate estimate-memory, 16 bit", 8 * size,
-               "4 times 16 bit: no master weight, 16-bit moments; knows no ranks"),
+        Answer("accelerate estimate-memory, fp32", 16 * size,
+               "its largest phase, the step: 4 + 4 + 8; knows no ranks"),
+        Answer("accelerate estimate-memory, fp16", 8 * size,
+               "its largest phase, two fp32 moments (8), without adding weights and gradients; "
+               "knows no ranks"),
         Answer("EleutherAI cookbook", fp32_grads + buffers,
                "fp32 gradients (18); 5e8-element bucket, 1e9 live parameters at stage 3; with "
                "tensor parallelism its stage 3 divides parameters twice and loses some"),

@@ -68,13 +68,13 @@ def fastest(which: str | float | Model, on: str | Cluster, base: Strategy | None
 
     `tight` admits plans that fit only without the worst of fragmentation.
     """
+    if not cluster(on).gpu:
+        raise ValueError("The fastest needs a GPU's speed and memory: name a device or a cluster.")
     m, c, allowed = model(which), cluster(on), VERDICTS[: 1 + tight]
     fitting = [p for p in _plans(m, c, base or Strategy(), STAGES, batches) if p.verdict in allowed]
     if not fitting:
         raise ValueError(f"Nothing tried fits {m.name} on {c.name}; more nodes or tiers may.")
     best = max(fitting, key=lambda p: p.tokens_per_s)
     if not best.timeline:
-        raise ValueError(
-            "The fastest needs speeds: give a sequence, a GPU and, over nodes, a link."
-        )
+        raise ValueError("The fastest needs speeds: give a sequence and, over nodes, a link.")
     return best

@@ -1,7 +1,6 @@
 """A strategy as what a person would type: PyTorch lines and a DeepSpeed configuration.
 
-Sources: torch.distributed.fsdp's fully_shard; DeepSpeed's configuration page (config-json) for
-every key but mics_shard_size, which its ZeRO-3 page has and its newest versions refuse.
+Sources: the docstrings of torch.distributed.fsdp; DeepSpeed's configuration page, config-json.
 """
 
 from zerolab.theory.memory import recipe_named
@@ -57,10 +56,9 @@ def deepspeed_config(p: Plan) -> dict:
         if tier != "gpu":
             path = {"nvme_path": "NVME_FOLDER"} if tier == "nvme" else {}
             zero[key] = {"device": tier, "pin_memory": True, **path}
-    if s.group:
-        if s.stage < 3 or set(off.values()) != {"gpu"}:
-            raise ValueError("DeepSpeed's hybrid sharding (MiCS) is stage 3 without offload.")
-        zero["mics_shard_size"] = s.group  # the model is built under deepspeed.zero.MiCS_Init
+    if s.group:  # MiCS, which did, is gone from its ZeRO page
+        raise ValueError("DeepSpeed has no hybrid sharding of all states: its nearest key, "
+                         "zero_hpz_partition_size, groups parameters only.")  # fmt: skip
     bf16: dict = {"enabled": recipe.gather_bytes == 2}
     if recipe.name.startswith("deepspeed-bf16"):
         bf16 |= {"bf16_master_weights_and_grads": True,

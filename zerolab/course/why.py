@@ -23,7 +23,8 @@ def why(p: Plan) -> list[tuple[str, Derivation]]:
     """Pairs of a line of the plan and what it follows from."""
     s, m, group = p.strategy, p.model, p.strategy.group or p.ranks
     values = {n.Psi: padded_params(p.params - s.frozen, None, group), n.N_d: group}
-    numbers = "Ψ with its padding" + (", of what trains" if s.frozen else "")
+    numbers = "Ψ with its padding" + (", of what trains alone" if s.frozen else "")
+    within = ", within a group" if s.group else ""
     volumes = traffic.sent(s.stage, s.recipe, micro_batches=s.accumulation, exact=True,
                            reduce_bytes=s.reduce_bytes)  # fmt: skip
     parts = {name: volume for name, volume in volumes.items() if volume != 0}
@@ -39,7 +40,7 @@ def why(p: Plan) -> list[tuple[str, Derivation]]:
     papers = traffic.derive_sent(s.stage, s.recipe, s.reduce_bytes)
     found += [
         ("sent, in the papers' form", papers),
-        ("sent, total", in_numbers(exact, values, numbers)),
+        (f"sent, total{within}", in_numbers(exact, values, numbers)),
     ]
     if s.stage:
         ratio = traffic.derive_ratio(s.stage, s.recipe, s.reduce_bytes)

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import struct
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerolab.practice import rank as rank_side
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's address
+
+
+def _interface() -> str | None:
+    """The network interface that gloo should use; None where it must find out by itself."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return loopback
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        import fcntl
+
+        query.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing, and shows the way there
+        own = query.getsockname()[0]
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else []:
+            with contextlib.suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(query, SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own and name != loopback:
+                    return name
+    return None
 
 
 class Attached:
@@ -14,6 +39,8 @@ class Attached:
 
     An error is raised on the rank where it came up; time limits and restarts are the launcher's.
     Under srun, MASTER_ADDR defaults to this host, or with several hosts to where srun was called.
+    Gloo listens on the loopback if all ranks are here, else where MASTER_ADDR is reached, unless
+    GLOO_SOCKET_IFNAME names another interface. It has no key, and torchrun's store has none.
     """
 
     private_ports = False
@@ -43,6 +70,12 @@ class Attached:
         os.environ.setdefault(
             "MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000)
         )
+        if "SLURM_NTASKS" in os.environ:
+            hosts = int(os.environ.get("SLURM_NNODES", "1"))
+            here = -(-int(os.environ["SLURM_NTASKS"]) // hosts)
+            os.environ.setdefault("LOCAL_WORLD_SIZE", str(here))
+        if interface := _interface():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         rank, self.size, self.timeout = (
             int(os.environ["RANK"]),
             int(os.environ["WORLD_SIZE"]),

@@ -1,132 +1,113 @@
-"""Trains the small GPT to add, on real ranks at any stage, and goes on where it stopped."""
+"""Trains the small GPT to add: at any stage, here or under a launcher, and on from where it was."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerolab.practice import checkpoint, data
 from zerolab.practice.adamw import AdamWOptions
+from zerolab.practice.checkpoint import CheckpointError
 from zerolab.practice.comm import Comm
-from zerolab.practice.gpt import GPT
+from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES
+from zerolab.practice.rank import namespace
 from zerolab.practice.sharding import shard_range
-
-PADDING = -100  # a target that does not count, as for torch's cross_entropy
-Batch = tuple[Tensor, Tensor]  # tokens and targets
-
-
-class TrainingError(ValueError):
-    """A step that cannot be taken; raised on all ranks alike, before any weight has changed."""
-
-
-def train_step(engine: Any, batches: Sequence[Batch], max_norm: float | None = None) -> float:
-    """One step on this rank's micro-batches; returns the mean loss over all ranks' tokens.
-
-    Each token counts the same, wherever it is: a micro-batch's mean loss is weighted by its
-    share of the tokens, times N because the stages divide by N. With equal counts that is 1/A.
-    All ranks call it. What would hang, or spoil the weights, is named first: the ranks tell each
-    other their number of micro-batches and tokens before, and who has no finite gradient after.
-    """
-    comm, model = engine.comm, engine.model
-    tokens = [int((targets != PADDING).sum()) for _, targets in batches]
-    every = _told(comm, [len(tokens), sum(tokens), min(tokens, default=0)])
-    for rank, (number, _, fewest) in enumerate(every):
-        if number != every[0][0]:
-            raise TrainingError(
-                f"Rank {rank} has {number:.0f} micro-batches and rank 0 has {every[0][0]:.0f}: "
-                "give all ranks the same number, or those with more wait forever."
-            )
-        if fewest == 0:
-            raise TrainingError(f"Rank {rank} has no micro-batch, or one without a single token.")
-    total = sum(of_rank for _, of_rank, _ in every)
-    share, bad = 0.0, []
-    with _gradients_watched(model, bad):
-        for (inputs, targets), count in zip(batches, tokens, strict=True):
-            loss = model.loss(inputs, targets)
-            engine.backward(loss / (total / (count * comm.world_size)))
-            share += loss.item() * count / total
-    names = [name for name, _ in model.named_parameters()]
-    every = _told(comm, [share, names.index(bad[0]) if bad else -1])
-    for rank, (_, place) in enumerate(every):
-        if place >= 0:
-            for unit in engine.units:
-                unit.grad_shard = None
-                unit.drop_grads()
-            raise TrainingError(
-                f"The gradient of {names[int(place)]} on rank {rank} is not finite: no weight was "
-                "changed. Look at that rank's data, or train with a lower rate or with clipping."
-            )
-    engine.step(max_norm)
-    return math.fsum(own for own, _ in every)
-
-
-def _told(comm: Comm, numbers: list[float]) -> list[list[float]]:
-    """These numbers of every rank."""
-    table = torch.zeros(comm.world_size, len(numbers), dtype=torch.float64)
-    table[comm.rank] = torch.tensor(numbers, dtype=torch.float64)
-    return comm.control_sum(table.flatten()).view(table.shape).tolist()
-
-
-@contextlib.contextmanager
-def _gradients_watched(model: nn.Module, bad: list[str]) -> Iterator[None]:
-    """Collects the names of parameters whose gradient is not finite, the first to come up first."""
-
-    def look(name: str) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            if not math.isfinite(grad.sum(dtype=torch.float32)):
-                bad.append(name)
-
-        return hook
-
-    hooks = [p.register_hook(look(n)) for n, p in model.named_parameters() if p.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
+from zerolab.practice.step import StepError, train_step
 
 
 @dataclass(frozen=True)
 class Training:
-    """What to train and how; a rank's micro-batch is `lines` lines of the corpus.
+    """What to train and how; a micro-batch of a rank is `lines` lines of the corpus.
 
-    The defaults learn to add: on two ranks (128 lines a step) nothing seems to happen for about
-    250 steps, at 450 nearly all answers are right.
+    With the defaults on two ranks nothing seems to happen for some 250 steps, while the loss
+    comes down to that of guessing the sums; from 500 on nearly all answers are right.
     """
 
     stage: int
     recipe: str = "adamw-mixed"
     micro_batches: int = 1
-    clip: float | None = None
+    max_norm: float | None = None
     seed: int = 0
     lines: int = 64
+    model: GPTConfig = field(default_factory=GPTConfig)
     options: AdamWOptions = field(default_factory=lambda: AdamWOptions(lr=3e-3, beta2=0.99))
 
 
 class Trainer:
-    """A rank's end of a training: the engine, and where in the corpus it is.
+    """A rank's end of a training: an engine, how far it is, and how it went.
 
-    `curve` has for each evaluation the step, the mean loss since the last one, and the rate of
-    right answers.
+    `curve` has the step, the mean loss since the last time and the rate of right answers.
     """
 
-    def __init__(self, training: Training) -> None:
-        self.training, comm = training, Comm()
+    def __init__(self, training: Training, folder: str | None, resume: bool) -> None:
+        if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
+            torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
+        self.training, self.folder, comm = training, folder, Comm()
         torch.manual_seed(training.seed * comm.world_size + comm.rank)
-        model = GPT(seed=training.seed)
+        model = GPT(training.model, training.seed)
         self.engine = STAGES[training.stage](model, comm, training.options, training.recipe)
-        self.steps, self.next_line, self.losses = 0, 0, []
-        self.curve: list[tuple[int, float, float]] = []
+        self.steps, self.losses = 0, list[float]()
+        self.about: dict[str, Any] = {"next_line": 0, "curve": []}
+        if resume and folder:
+            self.steps, self.about = checkpoint.load(self.engine, folder)
 
-    def advance(self, steps: int) -> tuple[int, float]:
-        """Takes so many steps; returns how many there were in all, and the last one's loss."""
-        training, comm = self.training, self.engine.comm
-        ...
+    def advance(self, steps: int, evaluate: bool) -> tuple[int, float, list[Any]]:
+        """Takes steps, and perhaps evaluates and saves; returns steps in all, last loss, curve."""
+        for _ in range(steps):
+            batches = [self._batch() for _ in range(self.training.micro_batches)]
+            self.losses.append(train_step(self.engine, batches, self.training.max_norm))
+            self.steps += 1
+        loss = self.losses[-1] if self.losses else float("nan")
+        if evaluate:
+            mean, right = sum(self.losses) / len(self.losses), self.rate_of_right_answers()
+            self.about["curve"].append([self.steps, mean, right])
+            self.losses.clear()
+            if self.folder:
+                checkpoint.save(self.engine, self.folder, self.steps, self.about)
+        return self.steps, loss, self.about["curve"]
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        """The next micro-batch; ranks read on together, whatever their number was before."""
+        comm, lines = self.engine.comm, self.training.lines
+        first = self.about["next_line"] + comm.rank * lines
+        self.about["next_line"] += comm.world_size * lines
+        return data.batch_from(first, lines, 1)
+
+    def rate_of_right_answers(self) -> float:
+        """Of the sums that were kept for testing; each rank asks the model for its share."""
+        comm, model, kept = self.engine.comm, self.engine.model, data.LINES - data.TRAIN_LINES
+        start, stop = shard_range(kept, comm.world_size, comm.rank)
+        lines = range(data.TRAIN_LINES + start, data.TRAIN_LINES + stop)
+        right = torch.tensor([right_answers(model, lines)], dtype=torch.float64)
+        return comm.control_sum(right).item() / kept
+
+
+@torch.no_grad()
+def right_answers(model: nn.Module, lines: range) -> int:
+    """How many of these lines the model completes after the "=", each time the likeliest digit."""
+    rows = torch.tensor([data.encode(data.line(index)) for index in lines])
+    tokens = rows[:, :6]
+    model.eval()
+    for _ in range(3):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+    model.train()
+    return int((tokens == rows[:, :9]).all(1).sum())
+
+
+def on_rank(method: str, *arguments: Any) -> Any:
+    """For `World.run`: makes this rank's Trainer, or calls a method of it.
+
+    What all ranks refuse in the same sentence is returned as an error, for the caller to raise.
+    """
+    try:
+        if method == "begin":
+            namespace()["trainer"] = Trainer(*arguments)
+            return namespace()["trainer"].advance(0, False)
+        return getattr(namespace()["trainer"], method)(*arguments)
+    except (StepError, CheckpointError) as refusal:
+        return refusal

@@ -178,7 +178,9 @@ def _why(got: Tensor, seen: Seen, place: int) -> str:
 def accumulation(answer: Any) -> None:
     psi = 7e9
     slips = [
-        Slip(4 * psi, "4Ψ is a step of one micro-batch, or stage 1, which can wait: stage 2 can't."),
+        Slip(
+            4 * psi, "4Ψ is a step of one micro-batch, or stage 1, which can wait: stage 2 can't."
+        ),
         Slip(16 * psi, "16Ψ sends the parameters four times, too: they change once a step."),
         Slip(5 * psi, "5Ψ counts elements; an element has 2 bytes."),
         Slip(8 * psi, "8Ψ is the gradients alone: new parameters are gathered once on top."),

@@ -40,6 +40,27 @@ def predict(answer: Any) -> None:
 
 @exercise(
     "07.2",
+    "What one layer needs when it is whole",
+    points=1,
+    hints=[
+        "A layer of GPT-3 has 12·h² parameters in its matrices, and h is 12,288.",
+        "12 · 12288² parameters of 2 bytes.",
+    ],
+)
+def gathered_layer(answer: Any) -> None:
+    layer = 12 * 12288**2
+    slips = [
+        Slip(layer, "That is the number of parameters: each has 2 bytes while it is gathered."),
+        Slip(16 * layer, "Only the 16-bit parameters are gathered: optimizer states never travel."),
+        Slip(4 * layer, "The working parameters are 16-bit: 2 bytes each."),
+        Slip(96 * 2 * layer, "That is the whole model: only one layer is whole at a time."),
+        Slip(2 * layer / 1024, "That is a shard: for its forward the layer must be whole."),
+    ]
+    expect_bytes(answer, 2 * layer, "A whole layer of GPT-3 in 16 bits", slips)
+
+
+@exercise(
+    "07.3",
     "A layer that is there when it is needed",
     points=5,
     hints=[
@@ -63,7 +84,7 @@ def predict(answer: Any) -> None:
 )
 def sharded_layer(answer: Any) -> None:
     if not (isinstance(answer, tuple) and len(answer) == 2 and all(map(callable, answer))):
-        raise Wrong("Two functions are needed.", 'Call check("07.2", (forward, backward)).')
+        raise Wrong("Two functions are needed.", 'Call check("07.3", (forward, backward)).')
     for rank, seen in enumerate(on_ranks(_trial, *answer)):
         _same(seen, rank)
         if seen.between > seen.inputs:
@@ -121,7 +142,8 @@ def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen
         for kept, whole in ((mine, sum_in_rank_order(parts)), (local, parts[comm.rank])):
             kept.append(shard_of(flatten([whole], length, torch.float32), RANKS, comm.rank).clone())
 
-    x, kept_inputs, grads = inputs[comm.rank].clone(), [], []
+    x, kept_inputs = inputs[comm.rank].clone(), []
+    grads: list[Any] = []
     with Meter() as meter, torch.no_grad():
         for shard, shape in zip(shards, SHAPES, strict=True):
             kept_inputs.append(x)
@@ -169,14 +191,14 @@ def _same(seen: Seen, rank: int) -> None:
     ]
     for what, got, right, why in checks:
         if not isinstance(got, Tensor) or got.shape != right.shape:
-            shape = tuple(got.shape) if isinstance(got, Tensor) else repr(got)
+            shape = str(tuple(got.shape)) if isinstance(got, Tensor) else repr(got)
             raise Wrong(f"On rank {rank} {what} is {shape}, not of shape {tuple(right.shape)}.")
         if not torch.allclose(got, right, rtol=1e-4, atol=1e-4):
             raise Wrong(f"On rank {rank} {what} is wrong.", f"With all shards gathered, {why}.")
     for layer, (got, right) in enumerate(zip(seen.grads, seen.right_grads, strict=True)):
         where = f"On rank {rank} the gradient shard of layer {layer}"
         if not isinstance(got, Tensor) or got.shape != right.shape:
-            shape = tuple(got.shape) if isinstance(got, Tensor) else repr(got)
+            shape = str(tuple(got.shape)) if isinstance(got, Tensor) else repr(got)
             raise Wrong(
                 f"{where} is {shape}; it must have the shard's shape, {tuple(right.shape)}.",
                 "A rank keeps the gradient of its own shard alone: reduce-scatter the flat, padded "
@@ -197,7 +219,7 @@ def _why(got: Tensor, right: Tensor, local: Tensor) -> str:
 
 
 @exercise(
-    "07.3",
+    "07.4",
     "Three times, or one and a half?",
     points=1,
     hints=[
@@ -214,24 +236,3 @@ def ratio(answer: Any) -> None:
         Slip(1, "Stages 1 and 2 send as much as data parallelism; stage 3 gathers once more."),
     ]
     expect_bytes(answer, 1.5, "Stage 3's traffic over that of data parallelism", slips)
-
-
-@exercise(
-    "07.4",
-    "What one layer needs when it is whole",
-    points=1,
-    hints=[
-        "A layer of GPT-3 has 12·h² parameters in its matrices, and h is 12,288.",
-        "12 · 12288² parameters of 2 bytes.",
-    ],
-)
-def gathered_layer(answer: Any) -> None:
-    layer = 12 * 12288**2
-    slips = [
-        Slip(layer, "That is the number of parameters: each has 2 bytes while it is gathered."),
-        Slip(16 * layer, "Only the 16-bit parameters are gathered: optimizer states never travel."),
-        Slip(4 * layer, "The working parameters are 16-bit: 2 bytes each."),
-        Slip(96 * 2 * layer, "That is the whole model: only one layer is whole at a time."),
-        Slip(2 * layer / 1024, "That is a shard: for its forward the layer must be whole."),
-    ]
-    expect_bytes(answer, 2 * layer, "A whole layer of GPT-3 in 16 bits", slips)
