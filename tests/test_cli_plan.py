@@ -108,7 +108,7 @@ def test_several_states_may_leave_the_gpu(run, answer):
     assert capacities == {"gpu": 80 * 10**9, "cpu": 2 * 10**12, "nvme": 28 * 10**12}
     _, out, _ = run(line)
     assert "nvme of a node: 2,095.25 GB to 2,095.25 GB of 28,000.00 GB: fits" in out
-    assert "optimizer_states         261,906,388,992 B      261.906 GB  nvme" in out
+    assert "optimizer_states       261,906,388,992 B      261.906 GB  nvme" in out
 
 
 def test_capacities_replace_those_of_a_known_node(answer):

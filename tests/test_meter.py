@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from zerolab import RankError
 from zerolab.practice.meter import Meter, label
 
 
@@ -118,3 +119,21 @@ def test_a_label_survives_in_every_view(kind):
     with Meter() as meter:
         part.add_(1)
         assert meter.held()[kind] == 40
+
+
+def leaves_things_on():
+    torch.set_grad_enabled(False)
+    Meter().__enter__()
+    raise ValueError("on purpose")
+
+
+def what_is_on():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack())
+
+
+def test_a_call_that_was_torn_off_leaves_no_mode_and_no_no_grad_to_the_next(world_of):
+    with pytest.raises(RankError, match="on purpose"):
+        world_of(2).run(leaves_things_on)
+    assert world_of(2).run(what_is_on) == [(True, 0)] * 2

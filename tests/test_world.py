@@ -614,15 +614,19 @@ def test_no_rank_outlives_a_killed_notebook_and_the_next_one_removes_its_folder(
     assert not os.path.exists(folder)
 
 
-def test_a_script_without_a_main_guard_runs_once_and_ends_cleanly():
-    process = script(
-        """
-        import os
-        from zerolab.practice.world import World
-        print("once")
-        world = World(2)
-        print(*world.run(os.getpid), world._folder)
-        """
+def test_a_script_without_a_main_guard_runs_once_and_ends_cleanly(tmp_path):
+    (tmp_path / "lesson.py").write_text(
+        "import os\n"
+        "from zerolab.practice.world import World\n"
+        "print('once')\n"
+        "world = World(2)\n"
+        "print(*world.run(os.getpid), world._folder)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "lesson.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     out = process.communicate(timeout=HANG_GUARD_S)[0].split()
     assert process.returncode == 0 and out.count("once") == 1 and len(out) == 4

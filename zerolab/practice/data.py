@@ -50,5 +50,5 @@ def batch_from(first: int, sequences: int, lines: int) -> tuple[Tensor, Tensor]:
         encode("".join(line((first + row * lines + i) % TRAIN_LINES) for i in range(lines)))
         for row in range(sequences)
     ]
-    tokens = torch.tensor(rows)
+    tokens = torch.tensor(rows, dtype=torch.long).view(sequences, LINE * lines)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

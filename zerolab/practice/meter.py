@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 KINDS = ("parameters", "gradients", "optimizer_states")
@@ -30,7 +30,6 @@ KINDS = ("parameters", "gradients", "optimizer_states")
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
-_watching: list[Meter] = []
 _sending_as: contextvars.ContextVar[str | None] = contextvars.ContextVar("sending_as", default=None)
 
 
@@ -40,8 +39,9 @@ def label(tensor: Tensor, kind: str) -> Tensor:
     `kind` is one of KINDS, "gathered" or "temporary".
     """
     tensor.untyped_storage().zerolab_kind = kind  # type: ignore[attr-defined]
-    for meter in _watching:
-        meter.see(tensor)
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Meter):
+            mode.see(tensor)
     return tensor
 
 
@@ -76,14 +76,6 @@ class Meter(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Nothing here is compiled; torch's guard against that would first import its compiler."""
         return False
-
-    def __enter__(self) -> Meter:
-        _watching.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        _watching.remove(self)
-        super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import datetime
 import faulthandler
 import io
@@ -214,6 +215,22 @@ def shut_connections() -> None:
                         connection.shutdown(socket.SHUT_WR)
 
 
+def forget_what_was_stopped() -> None:
+    """Undo what an earlier call may have left switched on in this thread.
+
+    Stop can strike inside the exit of a `with` block, and then a no_grad or a dispatch mode stays
+    on for good. The stack of modes has no public name; where that is missing, modes stay.
+    """
+    import torch
+
+    torch.set_grad_enabled(True)
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+        while _get_current_dispatch_mode() is not None:
+            _pop_mode()
+
+
 def leave_group() -> None:
     """Leave the process group, whatever state it is in; never waits for a peer."""
     import torch.distributed as dist
@@ -281,7 +298,8 @@ class Rank:
         try:
             work = self.prepare(kind, body)
             doing = ""
-            value = work()
+            forget_what_was_stopped()
+            value = contextvars.copy_context().run(work)
             doing = f"gave back a {type(value).__name__}, which cannot be sent"
             return dumps(value)
         except BaseException as error:

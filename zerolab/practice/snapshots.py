@@ -79,7 +79,8 @@ def verified(folder: Path, part: int, parts: int) -> tuple[Path, dict[str, Any]]
         manifest = json.loads(text) if fine else {"files": {}}
         for name, saved in sorted(manifest["files"].items())[part::parts]:
             if fine:
-                suspect, fine = path / name, fingerprint(path / name) == saved
+                suspect = path / name
+                fine = fingerprint(suspect) == saved
         why = "is not what was saved"
     except (OSError, UnicodeDecodeError):
         fine, why = False, "is missing or cannot be read"

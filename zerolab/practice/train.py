@@ -22,20 +22,20 @@ from zerolab.practice.step import StepError, train_step
 
 @dataclass(frozen=True)
 class Training:
-    """What to train and how; a micro-batch of a rank is `lines` lines of the corpus.
+    """What to train and how; a step takes `lines` lines of the corpus, whoever shares in them.
 
-    With the defaults on two ranks nothing seems to happen for some 250 steps, while the loss
-    comes down to that of guessing the sums; from 500 on nearly all answers are right.
+    With the defaults the loss comes down to 1.28 in 100 steps, which is that of guessing at the
+    sums. Nothing seems to happen for 100 more; from step 400 on nearly all answers are right.
     """
 
     stage: int
     recipe: str = "adamw-mixed"
     micro_batches: int = 1
-    max_norm: float | None = None
+    max_norm: float | None = 1.0
     seed: int = 0
-    lines: int = 64
+    lines: int = 128
     model: GPTConfig = field(default_factory=GPTConfig)
-    options: AdamWOptions = field(default_factory=lambda: AdamWOptions(lr=3e-3, beta2=0.99))
+    options: AdamWOptions = field(default_factory=lambda: AdamWOptions(lr=2e-3, beta2=0.99))
 
 
 class Trainer:
@@ -59,8 +59,8 @@ class Trainer:
     def advance(self, steps: int, evaluate: bool) -> tuple[int, float, list[Any]]:
         """Takes steps, and perhaps evaluates and saves; returns steps in all, last loss, curve."""
         for _ in range(steps):
-            batches = [self._batch() for _ in range(self.training.micro_batches)]
-            self.losses.append(train_step(self.engine, batches, self.training.max_norm))
+            self.losses.append(train_step(self.engine, self._batches(), self.training.max_norm))
+            self.about["next_line"] += self.training.lines
             self.steps += 1
         loss = self.losses[-1] if self.losses else float("nan")
         if evaluate:
@@ -71,12 +71,13 @@ class Trainer:
                 checkpoint.save(self.engine, self.folder, self.steps, self.about)
         return self.steps, loss, self.about["curve"]
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
-        """The next micro-batch; ranks read on together, whatever their number was before."""
-        comm, lines = self.engine.comm, self.training.lines
-        first = self.about["next_line"] + comm.rank * lines
-        self.about["next_line"] += comm.world_size * lines
-        return data.batch_from(first, lines, 1)
+    def _batches(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of a step; where the lines do not divide some have one more."""
+        comm, lines, number = self.engine.comm, self.training.lines, self.training.micro_batches
+        parts = comm.world_size * number
+        cuts = [self.about["next_line"] + lines * part // parts for part in range(parts + 1)]
+        own = [micro * comm.world_size + comm.rank for micro in range(number)]
+        return [data.batch_from(cuts[i], cuts[i + 1] - cuts[i], 1) for i in own]
 
     def rate_of_right_answers(self) -> float:
         """Of the sums that were kept for testing; each rank asks the model for its share."""

@@ -1,0 +1,353 @@
+"""Training: tokens count alike, mistakes have names, and a resumed run is the uninterrupted one."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+import torch
+
+from zerolab.cli import main
+from zerolab.practice import data
+from zerolab.practice.adamw import AdamWOptions
+from zerolab.practice.gpt import GPT, GPTConfig
+from zerolab.practice.measure import Job, train_in_one_process
+from zerolab.practice.train import Training, on_rank, right_answers
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import pytest
+
+STAGES = (0, 1, 2, 3)
+SMALL = GPTConfig(width=12, heads=2, layers=1)
+EVEN = AdamWOptions(lr=1.0, beta1=0.0, beta2=0.0, eps=1e3, weight_decay=0.0)
+"""Such large eps that the update is nearly the gradient itself, times 1e-3."""
+
+
+# ---- what ranks run
+
+
+def begin(stage, recipe="adamw-mixed", options=None, config=SMALL):
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.measure import STAGES as ENGINES
+    from zerolab.practice.rank import namespace
+
+    namespace()["engine"] = ENGINES[stage](GPT(config), Comm(), options, recipe)
+
+
+def weights():
+    """The fp32 weights, whole and in one flat tensor (Ψ,)."""
+    from zerolab.practice.rank import namespace
+
+    engine, found = namespace()["engine"], {}
+    for unit in engine.units:
+        found |= unit.whole(unit.adamw.master, engine.comm)
+    names = [name for name, _ in engine.model.named_parameters()]
+    return torch.cat([found[name].flatten() for name in names])
+
+
+def step(batches_of, max_norm=None):
+    """One step with `batches_of(rank, world_size)`; its loss, or the sentence of the refusal."""
+    from zerolab.practice.rank import namespace
+    from zerolab.practice.step import StepError, train_step
+
+    engine = namespace()["engine"]
+    try:
+        batches = batches_of(engine.comm.rank, engine.comm.world_size)
+        return train_step(engine, batches, max_norm)
+    except StepError as refusal:
+        return str(refusal)
+
+
+def poison(rank, name):
+    """Makes one rank's gradient of one parameter NaN, until the hook that it returns goes."""
+    from zerolab.practice.rank import namespace
+
+    engine = namespace()["engine"]
+    param = dict(engine.model.named_parameters())[name]
+    if engine.comm.rank == rank:
+        namespace()["poison"] = param.register_hook(lambda grad: grad * float("nan"))
+
+
+def heal():
+    from zerolab.practice.rank import namespace
+
+    if "poison" in namespace():
+        namespace().pop("poison").remove()
+
+
+def trainer_state():
+    """The bits of everything that a Trainer's rank holds, its random state and its curve."""
+    from zerolab.practice.measure import digest
+    from zerolab.practice.rank import namespace
+
+    trainer, flats = namespace()["trainer"], []
+    for unit in trainer.engine.units:
+        adamw = unit.adamw
+        flats += [adamw.master, adamw.momentum, adamw.variance, unit.param_shard]
+    bits = [digest(flat) for flat in (*flats, torch.get_rng_state())]
+    return bits, trainer.steps, trainer.about, unit.adamw.steps
+
+
+# ---- a step
+
+
+def one_each(rank, world_size):
+    return [data.batch(0, rank, world_size, 2, 1)]
+
+
+def uneven(rank, world_size):
+    """Micro-batches of other lengths and numbers of sequences; on rank 1 many targets are out."""
+    tokens, targets = data.batch(1, rank, world_size, 3, 1)
+    if rank == 1:
+        targets[:, :6] = -100
+    return [data.batch(0, rank, world_size, 1 + 3 * rank, 2 + rank), (tokens, targets)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_equal_token_counts_a_step_has_the_bits_of_one_process(world_of, stage):
+    world, job = world_of(3), Job(stage, steps=2, micro_batches=3, max_norm=0.3, model=SMALL)
+    world.run(begin, stage)
+    for number in range(job.steps):
+        world.run(
+            step,
+            lambda rank, n, number=number: [data.batch(3 * number + m, rank, n) for m in range(3)],
+            0.3,
+        )
+    (expected,) = world.run(lambda: train_in_one_process(job, 3)[0], ranks=[0])
+    assert torch.equal(world.run(weights)[0], expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_unequal_counts_each_token_weighs_the_same(world_of, stage):
+    """Against the mean over all tokens in one process; at most 1e-5 of the largest gradient off."""
+    world = world_of(3)
+    world.run(begin, stage, "adamw-fp32", EVEN)
+    losses = world.run(step, uneven)
+    model = GPT(SMALL)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    batches = [batch for rank in range(3) for batch in uneven(rank, 3)]
+    counts = [int((targets != -100).sum()) for _, targets in batches]
+    assert len(set(counts)) > 3
+    mean = sum(model.loss(*b) * c for b, c in zip(batches, counts, strict=True)) / sum(counts)
+    mean.backward()
+    grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+    update = (before - world.run(weights)[0]) * 1e3
+    assert (update - grad).abs().max() < 1e-3 * grad.abs().max()
+    assert losses == [pytest.approx(mean.item(), rel=1e-6)] * 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_with_other_numbers_of_micro_batches_are_named_before_the_hang(world_of, stage):
+    world = world_of(3)
+    world.run(begin, stage)
+    before = world.run(weights)[0]
+    said = world.run(step, lambda rank, n: one_each(rank, n) * (3 if rank == 2 else 2))
+    assert said[0].startswith("Rank 2 has 3 micro-batches and rank 0 has 2: ")
+    assert said == [said[0]] * 3
+    said = world.run(step, lambda rank, n: one_each(rank, n) if rank != 1 else [])
+    assert said[0].startswith("Rank 1 has 0 micro-batches")
+    empty = (torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3), -100))
+    said = world.run(step, lambda rank, n: [empty] if rank == 1 else one_each(rank, n))
+    assert "Rank 1 has no micro-batch, or one without a token" in said[0]
+    assert torch.equal(world.run(weights)[0], before)
+    assert world.run(step, one_each)[0] > 0  # the world stays usable, and the engine too
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nan_gradients_are_named_by_rank_and_parameter_and_change_nothing(world_of, stage):
+    world = world_of(3)
+    world.run(begin, stage)
+    before = world.run(weights)[0]
+    world.run(poison, 1, "blocks.0.up.weight")
+    said = world.run(step, lambda rank, n: one_each(rank, n) * 2)
+    world.run(heal)
+    assert said == [said[0]] * 3
+    assert said[0].startswith("The gradient of blocks.0.up.weight on rank 1 is not finite")
+    assert torch.equal(world.run(weights)[0], before)
+    healed = world.run(step, one_each)
+    after = world.run(weights)[0]
+    world.run(begin, stage)
+    assert world.run(step, one_each) == healed
+    assert torch.equal(world.run(weights)[0], after)  # nothing of the bad step was left
+
+
+# ---- a training
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(world_of, tmp_path, stage):
+    config = dataclasses.replace(SMALL, dropout=0.2)  # each rank has random states of its own
+    training = Training(stage, micro_batches=2, lines=11, model=config)
+    world = world_of(2)
+    world.run(on_rank, "begin", training, None, False)
+    for _ in range(2):
+        world.run(on_rank, "advance", 3, True)
+    uninterrupted = world.run(trainer_state)
+    world.run(on_rank, "begin", training, str(tmp_path), False)
+    world.run(on_rank, "advance", 3, True)
+    world.run(lambda: torch.manual_seed(99))
+    steps, _, curve = world.run(on_rank, "begin", training, str(tmp_path), True)[0]
+    assert (steps, len(curve)) == (3, 1)
+    world.run(on_rank, "advance", 3, True)
+    assert world.run(trainer_state) == uninterrupted
+
+
+def test_other_rank_counts_read_the_same_lines_once_each(world_of):
+    def lines_of_a_step(micro_batches):
+        from zerolab.practice.train import Trainer
+
+        trainer = Trainer(Training(1, micro_batches=micro_batches, model=SMALL), None, False)
+        trainer.about["next_line"] = 256
+        return [data.decode(row.tolist()) for tokens, _ in trainer._batches() for row in tokens]
+
+    expected = sorted(data.line(index)[:-1] for index in range(256, 384))
+    for ranks, micro_batches in ((1, 1), (2, 1), (3, 3), (4, 2)):
+        read = world_of(ranks).run(lines_of_a_step, micro_batches)
+        assert sorted(sum(read, [])) == expected
+
+
+class Calculator(torch.nn.Module):
+    """Puts the digit that stands in the sum next, for those lines that it can do."""
+
+    def __init__(self, can):
+        super().__init__()
+        self.can = can
+
+    def forward(self, tokens):
+        logits = torch.zeros(*tokens.shape, 13)
+        for row, line in enumerate(tokens.tolist()):
+            text = data.decode(line)
+            total = f"{int(text[:2]) + int(text[3:5]):03d}"[::-1]
+            digit = total[len(text) - 6] if self.can(text) else "+"
+            logits[row, -1, data.encode(digit)[0]] = 1
+        return logits
+
+
+def test_right_answers_are_whole_sums_only():
+    kept = range(9_500, 10_000)
+    assert right_answers(Calculator(lambda text: True), kept) == 500
+    assert right_answers(Calculator(lambda text: len(text) < 8), kept) == 0  # the last is wrong
+    even = sum(int(data.line(index)[1]) % 2 == 0 for index in kept)
+    assert right_answers(Calculator(lambda text: int(text[1]) % 2 == 0), kept) == even
+
+
+# ---- the command
+
+
+def run(capsys, line):
+    try:
+        code = main(line.split())
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_train_learns_to_add_and_says_how_it_went(capsys):
+    code, out, err = run(capsys, "train --stage 3 --steps 300 --every 100 --json")
+    trained = json.loads(out)
+    assert code == 0
+    assert (trained["stage"], trained["ranks"], trained["steps"]) == (3, 2, 300)
+    assert [point["step"] for point in trained["curve"]] == [100, 200, 300]
+    assert trained["curve"][0]["right"] < 0.05  # guessing: 1 of 199 sums, or somewhat better
+    assert trained["right"] > 0.25
+    assert trained["loss"] < trained["curve"][0]["loss"]
+    assert [line.split(",")[0] for line in err.splitlines()] == [
+        f"step {number} of 300" for number in (100, 200, 300)]  # fmt: skip
+
+
+def test_train_saves_resumes_at_another_stage_and_keeps_the_curve(capsys, tmp_path):
+    save = f"--every 2 --checkpoint {tmp_path}"
+    code, out, _ = run(capsys, f"train --stage 0 --ranks 2 --steps 4 {save}")
+    assert code == 0
+    assert "stage 0 on 2 ranks, 4 steps, adamw-mixed" in out
+    assert f"checkpoint     {tmp_path / 'step-00000004'}" in out
+    code, out, _ = run(capsys, f"train --stage 3 --ranks 3 --steps 6 {save} --resume --json")
+    trained = json.loads(out)
+    assert code == 0
+    assert [point["step"] for point in trained["curve"]] == [2, 4, 6]
+    assert trained["checkpoint"] == str(tmp_path / "step-00000006")
+    for line, words in (
+        (f"train --stage 3 --ranks 2 {save}", "already holds step-00000006: add --resume"),
+        (f"train --stage 3 --ranks 2 --steps 6 {save} --resume", "step 6 was reached already"),
+        (f"train --stage 3 --ranks 2 --recipe adamw-fp32 {save} --resume", "recipe adamw-mixed"),
+    ):
+        code, out, err = run(capsys, line)
+        assert (code, out) == (2, "")
+        assert words in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--stage 4", "0, 1, 2, 3"),
+        ("--stage 1 --ranks 0", "0"),
+        ("--stage 1 --steps 0", "at least 1"),
+        ("--stage 1 --every 0", "at least 1"),
+        ("--stage 1 --micro-batches -1", "at least 1"),
+        ("--stage 1 --micro-batches 65 --ranks 2", "without a token"),
+        ("--stage 1 --clip 0", "above 0"),
+        ("--stage 1 --clip nan", "above 0"),
+        ("--stage 1 --recipe adam-9000", "adamw-mixed"),
+        ("--stage 1 --resume", "--checkpoint DIR"),
+        ("--stage 1 --resume --checkpoint nowhere", "There is no checkpoint in"),
+        ("", "--stage"),
+    ],
+)
+def test_what_makes_no_training_gets_one_sentence_and_exit_2(capsys, arguments, words):
+    code, out, err = run(capsys, f"train {arguments}")
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1, err
+
+
+def test_ctrl_c_ends_with_a_sentence_and_the_last_checkpoint_stays(tmp_path):
+    command = [sys.executable, "-m", "zerolab", "train", "--stage", "3", "--steps", "100000"]
+    command += ["--every", "2", "--checkpoint", str(tmp_path)]
+    training = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    heard = training.stderr.readline()  # the second evaluation is on its way
+    assert heard.startswith("step 2 of 100,000")
+    os.kill(training.pid, signal.SIGINT)
+    out, err = training.communicate(timeout=60)
+    assert training.returncode == 130
+    assert out == ""
+    last = err.splitlines()[-1]
+    kept = sorted(path for path in tmp_path.iterdir() if path.suffix != ".partial")[-1]
+    assert last.startswith("zerolab train: stopped after step ")
+    assert last.endswith(f"; {kept} is kept, and --resume goes on from it")
+    assert "Traceback" not in err
+    steps = int(kept.name.removeprefix("step-")) + 1
+    again = [*command, "--resume", "--json", "--steps", str(steps)]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout)["steps"] == steps, done.stderr
+
+
+def test_a_bar_moves_in_a_terminal_and_only_there(monkeypatch):
+    from argparse import Namespace
+
+    from zerolab.train_command import _Progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, expected in (
+        (io.StringIO(), ["step 100 of 200, loss 1.250, 7.0% right at step 100"]),
+        (Terminal(), [
+            "[#####...............] step 50 of 200, loss 1.500 ",
+            "[##########..........] step 100 of 200, loss 1.250, 7.0% right at step 100 ",
+        ]),
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "stderr", stream)
+        progress = _Progress(Namespace(steps=200))
+        progress.show(50, 1.5, [])
+        progress.show(100, 1.25, [(100, 1.3, 0.07)])
+        progress.end_line()
+        assert [part for part in stream.getvalue().replace("\n", "\r").split("\r") if part] == (
+            expected
+        )
