@@ -16,7 +16,7 @@ def gradients(numel, steps=6):
 def weights_after(start, grads, options=OPTIONS):
     adamw = AdamW(start.clone(), options)
     for grad in grads:
-        adamw.update(grad, scale=0.5)
+        adamw.update(grad.clone(), scale=0.5)
     return adamw.master
 
 

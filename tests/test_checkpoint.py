@@ -363,9 +363,9 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out_before_anything_changes(
     ("how", "words"),
     [
         ({"config": GPTConfig(width=8, heads=2, layers=1)},
-         "another model: embedding.token.weight is [13, 12] there and [13, 8] here"),
+         "another model's: embedding.token.weight is [13, 12] there and [13, 8] here"),
         ({"config": GPTConfig(width=12, heads=2, layers=2)},
-         "another model: blocks.1.norm1.weight is missing there"),
+         "another model's: blocks.1.norm1.weight is missing there"),
         ({"frozen": "head.out.bias"}, "head.out.bias is [13] there and [13] and frozen here"),
         ({"recipe": "adamw-fp32"}, "the recipe adamw-mixed, and this one is adamw-fp32"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zerolab.course.compare import compare
 from zerolab.course.search import fastest, what_next
 from zerolab.course.typed import deepspeed_config, pytorch_lines
-from zerolab.course.why import why
+from zerolab.plan_why import why
 from zerolab.theory import COLLECTIVES, KINDS, held_bytes, sent_bytes
 from zerolab.theory.catalog import GPUS, LINKS, MODELS, NODES, Cluster, cluster, model
 from zerolab.theory.plan import Strategy, plan
@@ -165,9 +165,9 @@ def test_overlap_is_never_slower():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "llama2-70b", "gpt3-175b"])
 def test_the_fastest_that_fits_is_found_within_a_second(name):
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone, however busy the machine
     p = fastest(name, "dgx-a100")
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert p.verdict in ("fits", "tight") and p.tokens_per_s > 0
     slow = plan(name, "dgx-a100", Strategy(3, optimizer_on="nvme", parameters_on="nvme",
                                            recompute="full"))  # fmt: skip

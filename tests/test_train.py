@@ -23,8 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank woul
 
 STAGES = (0, 1, 2, 3)
 SMALL = GPTConfig(width=12, heads=2, layers=1)
-EVEN = AdamWOptions(lr=1.0, beta1=0.0, beta2=0.0, eps=1e3, weight_decay=0.0)
-"""Such large eps that the update is nearly the gradient itself, times 1e-3."""
+FORGETFUL = AdamWOptions(beta1=0.0)  # its momentum is the last gradient
 
 
 # ---- what ranks run
@@ -38,13 +37,13 @@ def begin(stage, recipe="adamw-mixed", options=None, config=SMALL):
     namespace()["engine"] = ENGINES[stage](GPT(config), Comm(), options, recipe)
 
 
-def weights():
-    """The fp32 weights, whole and in one flat tensor (Ψ,)."""
+def weights(state="master"):
+    """The fp32 weights, or another state, whole and in one flat tensor (Ψ,)."""
     from zerolab.practice.rank import namespace
 
     engine, found = namespace()["engine"], {}
     for unit in engine.units:
-        found |= unit.whole(unit.adamw.master, engine.comm)
+        found |= unit.whole(getattr(unit.adamw, state), engine.comm)
     names = [name for name, _ in engine.model.named_parameters()]
     return torch.cat([found[name].flatten() for name in names])
 
@@ -125,18 +124,17 @@ def test_with_equal_token_counts_a_step_has_the_bits_of_one_process(world_of, st
 def test_with_unequal_counts_each_token_weighs_the_same(world_of, stage):
     """Against the mean over all tokens in one process; at most 1e-5 of the largest gradient off."""
     world = world_of(3)
-    world.run(begin, stage, "adamw-fp32", EVEN)
+    world.run(begin, stage, "adamw-fp32", FORGETFUL)
     losses = world.run(step, uneven)
     model = GPT(SMALL)
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
     batches = [batch for rank in range(3) for batch in uneven(rank, 3)]
     counts = [int((targets != -100).sum()) for _, targets in batches]
     assert len(set(counts)) > 3
     mean = sum(model.loss(*b) * c for b, c in zip(batches, counts, strict=True)) / sum(counts)
     mean.backward()
     grad = torch.cat([p.grad.flatten() for p in model.parameters()])
-    update = (before - world.run(weights)[0]) * 1e3
-    assert (update - grad).abs().max() < 1e-3 * grad.abs().max()
+    difference = world.run(weights, "momentum")[0] - grad
+    assert difference.abs().max() < 1e-5 * grad.abs().max()
     assert losses == [pytest.approx(mean.item(), rel=1e-6)] * 3
 
 
@@ -196,6 +194,20 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(world_of, tmp_p
     assert world.run(trainer_state) == uninterrupted
 
 
+def test_the_rate_of_right_answers_rises_far_above_chance(world_of):
+    """A layer less than the command's model, and larger steps: the same rise in less time."""
+    quick = AdamWOptions(lr=4e-3, beta2=0.98)
+    training = Training(3, "adamw-fp32", model=GPTConfig(layers=1), options=quick)
+    world = world_of(2)
+    world.run(on_rank, "begin", training, None, False)
+    for steps in (100, 140):
+        curve = world.run(on_rank, "advance", steps, True)[0][2]
+    (_, early_loss, early), (_, late_loss, late) = curve
+    assert late_loss < early_loss
+    assert early < 0.05
+    assert late > 0.2  # guessing gives 0.01, and 0.4 was seen
+
+
 def test_other_rank_counts_read_the_same_lines_once_each(world_of):
     def lines_of_a_step(micro_batches):
         from zerolab.practice.train import Trainer
@@ -205,9 +217,9 @@ def test_other_rank_counts_read_the_same_lines_once_each(world_of):
         return [data.decode(row.tolist()) for tokens, _ in trainer._batches() for row in tokens]
 
     expected = sorted(data.line(index)[:-1] for index in range(256, 384))
-    for ranks, micro_batches in ((1, 1), (2, 1), (3, 3), (4, 2)):
+    for ranks, micro_batches in ((2, 1), (3, 3)):
         read = world_of(ranks).run(lines_of_a_step, micro_batches)
-        assert sorted(sum(read, [])) == expected
+        assert sorted(text for own in read for text in own) == expected
 
 
 class Calculator(torch.nn.Module):
@@ -245,19 +257,6 @@ def run(capsys, line):
         code = stop.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
-
-
-def test_train_learns_to_add_and_says_how_it_went(capsys):
-    code, out, err = run(capsys, "train --stage 3 --steps 300 --every 100 --json")
-    trained = json.loads(out)
-    assert code == 0
-    assert (trained["stage"], trained["ranks"], trained["steps"]) == (3, 2, 300)
-    assert [point["step"] for point in trained["curve"]] == [100, 200, 300]
-    assert trained["curve"][0]["right"] < 0.05  # guessing: 1 of 199 sums, or somewhat better
-    assert trained["right"] > 0.25
-    assert trained["loss"] < trained["curve"][0]["loss"]
-    assert [line.split(",")[0] for line in err.splitlines()] == [
-        f"step {number} of 300" for number in (100, 200, 300)]  # fmt: skip
 
 
 def test_train_saves_resumes_at_another_stage_and_keeps_the_curve(capsys, tmp_path):
@@ -306,7 +305,7 @@ def test_what_makes_no_training_gets_one_sentence_and_exit_2(capsys, arguments, 
     assert err.count("\n") == 1, err
 
 
-def test_ctrl_c_ends_with_a_sentence_and_the_last_checkpoint_stays(tmp_path):
+def test_ctrl_c_ends_with_a_sentence_and_the_last_checkpoint_stays(capsys, tmp_path):
     command = [sys.executable, "-m", "zerolab", "train", "--stage", "3", "--steps", "100000"]
     command += ["--every", "2", "--checkpoint", str(tmp_path)]
     training = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -322,9 +321,10 @@ def test_ctrl_c_ends_with_a_sentence_and_the_last_checkpoint_stays(tmp_path):
     assert last.endswith(f"; {kept} is kept, and --resume goes on from it")
     assert "Traceback" not in err
     steps = int(kept.name.removeprefix("step-")) + 1
-    again = [*command, "--resume", "--json", "--steps", str(steps)]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
-    assert json.loads(done.stdout)["steps"] == steps, done.stderr
+    again = [*command[3:], "--resume", "--json", "--steps", str(steps)]
+    code, out, err = run(capsys, " ".join(again))
+    assert code == 0, err
+    assert json.loads(out)["steps"] == steps
 
 
 def test_a_bar_moves_in_a_terminal_and_only_there(monkeypatch):

@@ -396,8 +396,23 @@ def test_stop_ends_the_call_and_keeps_ranks_and_variables(world, wait, tmp_path)
         stop_when(tmp_path / "running"),
     ):
         world.run(mark_and_wait)
-    assert wait.__name__ in "\n".join(caught.value._render_traceback_())
+    shown = "\n".join(caught.value._render_traceback_())
+    assert wait.__name__ in shown and "restarted" not in shown
     assert world.inspect("kept") == [7, 7, 7]
+    assert still_works(world, before)
+
+
+def test_stop_reaches_ranks_that_have_not_yet_begun_the_call(world, monkeypatch):
+    before = pids(world)
+
+    def stop_at_once(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    for _ in range(20):
+        monkeypatch.setattr(world, "_collect", stop_at_once)
+        with pytest.raises(KeyboardInterrupt):
+            world.run(wait_in_sleep)
     assert still_works(world, before)
 
 

@@ -87,7 +87,7 @@ def _shown(p: Plan, options: argparse.Namespace) -> dict:
     """The plan and what else was asked for."""
     from zerolab.course.search import what_next
     from zerolab.course.typed import deepspeed_config, pytorch_lines
-    from zerolab.course.why import why
+    from zerolab.plan_why import why
 
     shown = {**as_dict(p), "next": what_next(p)}
     if options.fastest:

@@ -50,9 +50,10 @@ def _train(arguments: argparse.Namespace) -> int:
     a = arguments
     _refuse_nonsense(a, [path.name for path in finished(a.checkpoint)] if a.checkpoint else [])
     by_launcher = launched()
-    if a.ranks is None:
-        size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
-        a.ranks = int(size) if by_launcher and size else 2
+    size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") if by_launcher else None
+    if size and a.ranks not in (None, int(size)):
+        raise ValueError(f"the launcher started {size} ranks: leave --ranks {a.ranks} away.")
+    a.ranks = int(size) if size else 2 if a.ranks is None else a.ranks
     progress = _Progress(a)
     try:
         _run(a, progress)
@@ -102,19 +103,19 @@ def _run(a: argparse.Namespace, progress: _Progress) -> None:
     with World(a.ranks, timeout=CALL_LIMIT_S) as world:
         progress.ranks = world.size
 
-        def call(*what: Any) -> None:
+        def call(*what: Any) -> Any:
             answer = world.run(on_rank, *what)[0]
             if isinstance(answer, Exception):
                 raise answer
-            progress.show(*answer)
+            return answer
 
-        call("begin", training, folder, a.resume)
+        progress.steps, _, progress.curve = call("begin", training, folder, a.resume)
         if progress.steps >= a.steps:
             raise ValueError(f"step {progress.steps} was reached already: give a larger --steps.")
         while progress.steps < a.steps:
             to_evaluation = min(a.every - progress.steps % a.every, a.steps - progress.steps)
             steps = min(CALL_STEPS, to_evaluation)
-            call("advance", steps, steps == to_evaluation)
+            progress.show(*call("advance", steps, steps == to_evaluation))
 
 
 class _Progress:
@@ -137,8 +138,7 @@ class _Progress:
         if not self.speaks or not (self.terminal or evaluated):
             return
         right = f", {curve[-1][2]:.1%} right at step {curve[-1][0]}" if curve else ""
-        how = f"loss {loss:.3f}" if loss == loss else "going on"  # nan: none yet
-        text = f"step {steps:,} of {self.a.steps:,}, {how}{right}"
+        text = f"step {steps:,} of {self.a.steps:,}, loss {loss:.3f}{right}"
         if self.terminal:
             done = min(20, 20 * steps // self.a.steps)
             text = f"\r[{'#' * done}{'.' * (20 - done)}] {text} "

@@ -66,20 +66,25 @@ class AdamW:
 
     @torch.no_grad()
     def update(self, grad_shard: Tensor, scale: float) -> None:
-        """One step with the gradient `scale * grad_shard` (shard_numel,), converted to fp32."""
-        grad = label(grad_shard.to(torch.float32, copy=True).mul_(scale), "temporary")
+        """One step with the gradient `scale * grad_shard` (shard_numel,), converted to fp32.
+
+        An fp32 `grad_shard` is not copied, and is scaled in place.
+        """
+        grad = grad_shard.float()
+        if grad is not grad_shard:
+            label(grad, "temporary")
         tensors = [self.master, grad, self.momentum, self.variance]
         whole = grad.numel() - grad.numel() % LANES
-        self._fused([t[:whole] for t in tensors])
+        self._fused([t[:whole] for t in tensors], scale)
         if whole < grad.numel():
             tails = [t[whole:] for t in tensors]
             padded = [F.pad(tail, (0, LANES - tail.numel())) for tail in tails]
-            self._fused(padded)
+            self._fused(padded, scale)
             for tail, updated in zip(tails, padded, strict=True):
                 tail.copy_(updated[: tail.numel()])
         self.steps += 1
 
-    def _fused(self, tensors: list[Tensor]) -> None:
+    def _fused(self, tensors: list[Tensor], scale: float) -> None:
         master, grad, momentum, variance = ([t] for t in tensors)
         o = self.options
         _torch_adamw(
@@ -90,6 +95,8 @@ class AdamW:
             [],
             [torch.tensor(float(self.steps))],  # the kernel adds 1 to it
             fused=True,
+            grad_scale=torch.tensor(1 / scale),  # the kernel divides by it
+            found_inf=torch.tensor(0.0),
             amsgrad=False,
             beta1=o.beta1,
             beta2=o.beta2,

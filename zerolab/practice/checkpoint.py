@@ -2,10 +2,9 @@
 
 On disk there are no stages, ranks or padding: the flat weights, momentum and variance of each
 parameter lie there in pieces, each under the parameter's name and where in it the piece starts.
-A rank writes what it owns, and reads the pieces that overlap with what it will own, one unit
-after the other. torch.distributed.checkpoint (DCP) keeps the pieces and their index.
-
-All ranks must see the same folder. Load only what you trust: DCP's index is a pickle.
+A rank writes what it owns and, unit by unit, reads the pieces that overlap with what it will
+own. torch.distributed.checkpoint (DCP) keeps them. Each host must see the same folder. Load only
+what you trust: DCP's index is a pickle.
 """
 
 from __future__ import annotations
@@ -28,22 +27,18 @@ from zerolab.practice.sharding import shard_range
 from zerolab.practice.snapshots import CheckpointError
 from zerolab.practice.unit import Unit
 
-__all__ = ["CheckpointError", "load", "save"]
-
 
 def save(engine: Any, folder: str | Path, steps: int, about: dict[str, Any]) -> Path:
     """Saves an engine between two steps (call it on all ranks); returns the new folder's path.
 
-    `about` is what else is needed to go on, as JSON can hold it. CheckpointError on all ranks if
-    one of them cannot write its part.
+    `about` is what else JSON should keep. CheckpointError on all ranks if one cannot write.
     """
     comm, path = engine.comm, Path(folder) / f"step-{steps:08d}"
     first = comm.rank == 0
     partial = next(filter(None, _on_all(lambda: snapshots.begin(path) if first else None)))
     state = {f"random@{comm.rank}": torch.get_rng_state()}
     for unit in engine.units:
-        for name, start, values in _pieces(unit, comm, written=True):
-            state[f"{name}@{start}"] = values
+        state |= {f"{n}@{start}": values for n, start, values in _pieces(unit, comm, written=True)}
     try:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
     except CheckpointException as error:
@@ -64,26 +59,21 @@ def save(engine: Any, folder: str | Path, steps: int, about: dict[str, Any]) -> 
 def load(engine: Any, folder: str | Path) -> tuple[int, dict[str, Any]]:
     """Fills an engine of any stage from the last checkpoint; returns its steps and `about`.
 
-    Call it on all ranks, between two steps. Weights, moments, number of updates and working
-    parameters get the saved bits. A rank whose number was there at the save gets its random
-    state back, the others keep theirs. CheckpointError on all ranks, before anything is changed,
-    for a checkpoint that is missing, damaged, or another model's or recipe's.
+    Call it on all ranks, between two steps. Weights, moments, updates and working parameters get
+    the saved bits; a rank whose number was there at the save gets its random state too. For what
+    is missing, damaged, or another model's: CheckpointError on all ranks, and nothing changes.
     """
     comm = engine.comm
     found = _on_all(lambda: snapshots.verified(Path(folder), comm.rank, comm.world_size))
     path, manifest = found[comm.rank]
-    _compare(manifest, _identity(engine), path)
+    snapshots.compare(path, manifest, _identity(engine))
     saved: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    starts: dict[str, list[int]] = {}
-    for key in saved:
-        name, _, start = key.rpartition("@")
-        starts.setdefault(name, []).append(int(start))
-    random = {f"random@{comm.rank}": torch.get_rng_state()} if comm.rank in starts["random"] else {}
+    random = {key: torch.get_rng_state() for key in saved if key == f"random@{comm.rank}"}
     dcp.load(random, storage_reader=dcp.FileSystemReader(path))
     for state in random.values():
         torch.set_rng_state(state)
     for unit in engine.units:
-        _read(unit, comm, path, saved, starts)
+        _read(unit, comm, path, saved)
         if unit.trainable:
             unit.adamw.steps = manifest["updates"]
             unit.param_shard.copy_(unit.adamw.master)
@@ -94,22 +84,22 @@ def load(engine: Any, folder: str | Path) -> tuple[int, dict[str, Any]]:
     return manifest["steps"], manifest["about"]
 
 
-def _read(
-    unit: Unit, comm: Comm, path: Path, saved: dict[str, Any], starts: dict[str, list[int]]
-) -> None:
+def _read(unit: Unit, comm: Comm, path: Path, saved: dict[str, Any]) -> None:
     """Fills this rank's part of a unit from the pieces on disk that overlap with it."""
+    own = {name: (start, values) for name, start, values in _pieces(unit, comm)}
     read: dict[str, Tensor] = {}
     copies = []
-    for name, start, values in _pieces(unit, comm):
-        for at in starts[name]:
-            key = f"{name}@{at}"
-            first, last = max(start, at), min(start + len(values), at + saved[key].size.numel())
+    for key, piece in saved.items():
+        name, _, at = key.rpartition("@")
+        if name in own:
+            (start, values), begin = own[name], int(at)
+            first, last = max(start, begin), min(start + len(values), begin + piece.size.numel())
             if first < last:
-                read[key] = torch.empty(saved[key].size, dtype=values.dtype)
-                copies.append((values[first - start : last - start], key, first - at))
+                read[key] = torch.empty(piece.size, dtype=values.dtype)
+                copies.append((values[first - start : last - start], key, first - begin))
     dcp.load(read, storage_reader=dcp.FileSystemReader(path))
-    for values, key, at in copies:
-        values.copy_(read[key][at : at + len(values)])
+    for values, key, offset in copies:
+        values.copy_(read[key][offset : offset + len(values)])
 
 
 def _pieces(unit: Unit, comm: Comm, written: bool = False) -> Iterator[tuple[str, int, Tensor]]:
@@ -143,18 +133,6 @@ def _identity(engine: Any) -> dict[str, Any]:
     }
     recipe = next(name for name, each in PRECISIONS.items() if each == precision)
     return {"recipe": recipe, "parameters": parameters}
-
-
-def _compare(saved: dict[str, Any], here: dict[str, Any], path: Path) -> None:
-    why = f"with the recipe {saved['recipe']}, and this one is {here['recipe']}"
-    same = saved["recipe"] == here["recipe"]
-    ours, theirs = here["parameters"], saved["parameters"]
-    for name in [*ours, *theirs]:
-        there, now = theirs.get(name, "missing"), ours.get(name, "missing")
-        if same and there != now:
-            same, why = False, f"from another model: {name} is {there} there and {now} here"
-    if not same:
-        raise CheckpointError(f"{path} was saved {why}. Go on with the same, or start elsewhere.")
 
 
 def _on_all(action: Callable[[], Any]) -> list[Any]:

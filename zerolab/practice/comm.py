@@ -11,6 +11,7 @@ This is the only file through which the stages communicate. What is sent is book
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, irecv, isend
 
+from zerolab.practice import toy
 from zerolab.practice.meter import label, sending_as
 from zerolab.practice.sharding import shard_of
 
@@ -56,7 +58,7 @@ class Comm:
 
         def finish() -> None:
             wait()
-            shard.copy_(sum_in_rank_order([parts[rank] for rank in range(self.world_size)]))
+            sum_in_rank_order([parts[rank] for rank in range(self.world_size)], out=shard)
             parts.clear()
 
         return finish
@@ -104,10 +106,13 @@ class Comm:
     def _exchange(self, ops: list[P2POp], collective: str) -> Finish:
         with sending_as(collective):
             works = dist.batch_isend_irecv(ops) if ops else []
+        sent = [op.tensor.nbytes for op in ops if op.op is isend]
+        arrives = toy.here.link.take(len(sent), sum(sent)) if toy.here.link else 0.0
 
         def wait() -> None:
             for work in works:
                 work.wait()
+            time.sleep(max(0.0, arrives - time.monotonic()) if arrives else 0.0)
 
         return wait
 
@@ -120,10 +125,15 @@ class Comm:
             )
 
 
-def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
-    """The sum of equal-sized tensors, first to last, in fp32 (fp64 stays fp64); a new tensor."""
+def sum_in_rank_order(parts: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of equal-sized tensors, first to last, in fp32 (fp64 stays fp64).
+
+    Returns a new tensor, or `out`, rounded once to its dtype; `out` may be one of the parts.
+    """
+    if out is not None and len(parts) == 2 and out.dtype == parts[0].dtype:
+        return torch.add(*parts, out=out)  # one sum is made in fp32 and rounded once, too
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     total = label(parts[0].to(wide, copy=True), "temporary")
     for part in parts[1:]:
         total.add_(part)  # not torch.sum over a stack: its bits depend on how it is sliced
-    return total
+    return total if out is None else out.copy_(total)

@@ -127,7 +127,7 @@ class Link:
     setup: Setup
     heard: bytearray = field(default_factory=bytearray)  # printed by the rank and not shown yet
     dropped_bytes: int = 0  # printed beyond OUTPUT_LIMIT_BYTES
-    torn: bool = False  # a message went over the pipe in part only
+    torn: bool = False  # a message may have gone over the pipe in part only
 
     def listen(self) -> None:
         """Take what the rank has printed so far."""
@@ -198,13 +198,34 @@ def end_all(links: dict[int, Link], folder: str, owner: int) -> None:
 
 
 @contextlib.contextmanager
-def no_stop() -> Iterator[None]:
-    """Ignore Stop while ranks are put right, which takes seconds at most."""
+def stop_handler(handler: Any) -> Iterator[None]:
+    """Answer Stop in another way for a while, where this is the thread that Stop reaches."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+
+
+def no_stop() -> contextlib.AbstractContextManager[None]:
+    """Ignore Stop while ranks are put right, which takes seconds at most."""
+    return stop_handler(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def late_stop() -> Iterator[None]:
+    """Hold Stop back until a message is over; pressed a second time, it comes through."""
+    pressed: list[int] = []
+
+    def hold(number: int, _: object) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    with stop_handler(hold):
+        yield
+    if pressed:
+        signal.raise_signal(signal.SIGINT)

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from zerolab.practice.toy import DeviceFull
+
 KINDS = ("parameters", "gradients", "optimizer_states")
 """Kinds of model state. Three more are booked: "gathered" parameters, "temporary", "other"."""
 
@@ -58,14 +60,18 @@ def sending_as(collective: str) -> Iterator[None]:
 class Meter(TorchDispatchMode):
     """Counts while it is on: `with Meter() as meter: step(); meter.held()`.
 
+    With a `capacity` it is a toy device as well: DeviceFull, with what it was full of, as soon as
+    live bytes exceed it.
+
     held    bytes of live storages by kind, now
     peak    the largest total of live bytes so far, and `peak_by_kind` what it was made of
     sent    bytes handed to other ranks so far by collective; "control" for scalars, which are
             not part of any total
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
+        self.capacity = capacity
         self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         self._held: Counter[str] = Counter()
         self.peak = 0
@@ -129,6 +135,13 @@ class Meter(TorchDispatchMode):
 
     def _compare_peak(self) -> None:
         total = self._held.total()
+        if self.capacity is not None and total > self.capacity:
+            made_of = ", ".join(f"{kind.replace('_', ' ')} {size:,}" for kind, size in
+                                self._held.most_common() if size)  # fmt: skip
+            raise DeviceFull(
+                f"out of memory on the toy device: {total:,} bytes are needed and it has "
+                f"{self.capacity:,}; at this moment: {made_of}"
+            )
         if total > self.peak:
             self.peak, self.peak_by_kind = total, {k: v for k, v in self._held.items() if v}
 

@@ -278,6 +278,7 @@ class Rank:
         self.variables = begin_namespace(setup.rank, setup.size)
         self.calling = False  # the main thread runs the learner's code
         self.began_ns = time.time_ns()  # the last command
+        self.cancelled = 0  # the last command that Stop was pressed for; it may not have begun
 
     def serve(self) -> NoReturn:
         """Answer one command after the other until the notebook closes the pipe."""
@@ -285,17 +286,19 @@ class Rank:
             while True:
                 serial, kind, body = pickle.loads(self.pipes.commands.recv_bytes())
                 try:
-                    answer = self.answer(kind, body)
+                    answer = self.answer(serial, kind, body)
                 except KeyboardInterrupt as error:  # Stop came just as the call ended
                     answer = _failure(error)
                 self.pipes.commands.send_bytes(pickle.dumps((serial, answer)))
         end()
 
-    def answer(self, kind: str, body: Any) -> bytes | Failure:
+    def answer(self, serial: int, kind: str, body: Any) -> bytes | Failure:
         """Carry out one command; return its pickled value, or what went wrong."""
         self.began_ns, self.calling = time.time_ns(), kind not in ("join", "leave")
         doing = "cannot load what was sent to it"
         try:
+            if serial <= self.cancelled:
+                raise KeyboardInterrupt
             work = self.prepare(kind, body)
             doing = ""
             forget_what_was_stopped()
@@ -341,14 +344,15 @@ class Rank:
         main_thread = threading.main_thread().ident or 0
         with contextlib.suppress(EOFError, OSError):
             while True:
-                serial, what = self.pipes.control.recv()
+                question, what, command = self.pipes.control.recv()
                 stack = traceback.extract_stack(sys._current_frames()[main_thread])
                 frames = _user_frames(stack) if self.calling else None
                 activity = Activity(frames, _pending_since(self.began_ns))
                 if what == "stop":
+                    self.cancelled = command
                     shut_connections()
                     signal.pthread_kill(main_thread, signal.SIGINT)
-                self.pipes.control.send((serial, activity))
+                self.pipes.control.send((question, activity))
         end()
 
 

@@ -89,6 +89,21 @@ def verified(folder: Path, part: int, parts: int) -> tuple[Path, dict[str, Any]]
     return path, manifest
 
 
+def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raises CheckpointError unless recipe and parameters are those of the engine here."""
+    if saved["recipe"] != here["recipe"]:
+        why = f"with the recipe {saved['recipe']}, and this one is {here['recipe']}"
+        raise CheckpointError(f"{path} was saved {why}. Go on with the same, or start elsewhere.")
+    ours, theirs = here["parameters"], saved["parameters"]
+    for name in [*ours, *theirs]:
+        there, now = theirs.get(name, "missing"), ours.get(name, "missing")
+        if there != now:
+            raise CheckpointError(
+                f"{path} is another model's: {name} is {there} there and {now} here. Go on with "
+                "the model that was saved, or start elsewhere."
+            )
+
+
 def fingerprint(path: Path) -> str:
     """A digest of a file's bytes, which any change would change."""
     with open(path, "rb") as file:

@@ -52,5 +52,5 @@ class Stage0:
         scale = clip_scale(self.comm, shards, max_norm)
         for unit in trainable:
             unit.adamw.update(unit.grads(), scale)
-            unit.full_params.copy_(unit.adamw.master)
+            unit.param_shard.copy_(unit.adamw.master)
             unit.drop_grads()

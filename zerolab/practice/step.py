@@ -46,7 +46,7 @@ def train_step(
     with _watched(model, bad):
         for (inputs, targets), count in zip(batches, tokens, strict=True):
             loss = model.loss(inputs, targets)
-            engine.backward(loss / (total / (count * comm.world_size)))
+            engine.backward(loss * (count * comm.world_size / total))
             mean += loss.item() * count / total
     names = [name for name, _ in model.named_parameters()]
     ranks = _told(comm, [mean, names.index(bad[0]) if bad else -1])

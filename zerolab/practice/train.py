@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from zerolab.practice import checkpoint, data
 from zerolab.practice.adamw import AdamWOptions
-from zerolab.practice.checkpoint import CheckpointError
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES
 from zerolab.practice.rank import namespace
 from zerolab.practice.sharding import shard_range
+from zerolab.practice.snapshots import CheckpointError
 from zerolab.practice.step import StepError, train_step
 
 
@@ -25,7 +25,7 @@ class Training:
     """What to train and how; a step takes `lines` lines of the corpus, whoever shares in them.
 
     With the defaults the loss comes down to 1.28 in 100 steps, which is that of guessing at the
-    sums. Nothing seems to happen for 100 more; from step 400 on nearly all answers are right.
+    sums. Nothing seems to happen for 100 more; by step 400 nearly all answers are right.
     """
 
     stage: int

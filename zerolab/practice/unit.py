@@ -49,6 +49,7 @@ class Unit:
         self.full_params = label(self._initial.to(precision.working), "parameters")
         self.full_grads: Tensor | None = None
         self.missing: set[int] = set(range(len(self.params)))
+        self._unwritten: set[int] = set()
         for place, (param, view) in enumerate(
             zip(self.params, views(self.full_params, self.shapes), strict=True)
         ):
@@ -61,9 +62,13 @@ class Unit:
         stop = start + self.shapes[place].numel()
 
         def take(param: Tensor) -> None:
-            grads = self.grads()
             assert param.grad is not None
-            grads[start:stop].add_(param.grad.reshape(-1))
+            mine = self._buffer()[start:stop]
+            if place in self._unwritten:
+                self._unwritten.discard(place)
+                mine.copy_(param.grad.reshape(-1))
+            else:
+                mine.add_(param.grad.reshape(-1))
             param.grad = None
             self.missing.discard(place)
             if not self.missing and self.on_complete:
@@ -89,12 +94,22 @@ class Unit:
             self.adamw = AdamW(master, options)
         del self._initial
 
-    def grads(self) -> Tensor:
-        """`full_grads`, made of zeros if there are none yet."""
+    def _buffer(self) -> Tensor:
+        """`full_grads`, of which only the padding is written if it is new."""
         if self.full_grads is None:
-            dtype = self.precision.gradient
-            self.full_grads = label(torch.zeros(self.padded, dtype=dtype), "gradients")
+            empty = torch.empty(self.padded, dtype=self.precision.gradient)
+            self.full_grads = label(empty, "gradients")
+            self.full_grads[self.numel :] = 0
+            self._unwritten = set(range(len(self.params)))
         return self.full_grads
+
+    def grads(self) -> Tensor:
+        """`full_grads`, with zeros where no gradient has come."""
+        full = self._buffer()
+        for place in self._unwritten:
+            views(full, self.shapes)[place].zero_()
+        self._unwritten.clear()
+        return full
 
     def own_grads(self) -> Tensor:
         """`grad_shard`, made of zeros if there is none yet."""

@@ -248,12 +248,12 @@ class World:
     def _send(self, kind: str, body: Any, ranks: Iterable[int]) -> None:
         self._serial += 1
         message = pickle.dumps((self._serial, kind, body))
-        for r in ranks:
-            link = self._links[r]
-            link.torn = True
-            with contextlib.suppress(OSError):  # it died: its answer will tell
-                link.pipes.commands.send_bytes(message)
-            link.torn = False
+        with launch.late_stop():
+            for link in [self._links[r] for r in ranks]:
+                link.torn = True
+                with contextlib.suppress(OSError):  # it died: its answer will tell
+                    link.pipes.commands.send_bytes(message)
+                link.torn = False
 
     def _collect(
         self, answers: dict[int, Outcome], ranks: Iterable[int], limit_s: float, grace_s: float
@@ -279,9 +279,10 @@ class World:
         link.listen()
         with contextlib.suppress(EOFError, OSError):
             while link.pipes.commands.poll(0):
-                link.torn = True
-                serial, answer = pickle.loads(link.pipes.commands.recv_bytes())
-                link.torn = False
+                with launch.late_stop():
+                    link.torn = True
+                    serial, answer = pickle.loads(link.pipes.commands.recv_bytes())
+                    link.torn = False
                 if serial == self._serial:
                     return answer
             if link.process.exitcode is None:
@@ -313,7 +314,7 @@ class World:
         waiting: dict[Any, int] = {self._links[r].pipes.control: r for r in ranks}
         for control in waiting:
             with contextlib.suppress(OSError):
-                control.send((self._asked, what))
+                control.send((self._asked, what, self._serial))
         answers: dict[int, Activity] = {}
         until = time.monotonic() + LOOK_LIMIT_S
         while waiting and (left_s := until - time.monotonic()) > 0:

@@ -32,6 +32,7 @@ class Residual:
     tier: str = "gpu"
 
 
+@cache
 def derive_activations(
     recompute: str = "none", formula: str = "korthikanti", sequence_parallel: bool = False
 ) -> Derivation:
