@@ -1,9 +1,11 @@
 """The same training under torchrun, under srun, and on two hosts, as on ranks of our own."""
 
+import contextlib
 import functools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -37,13 +39,23 @@ def start(command, **more):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
     environ = {k: v for k, v in os.environ.items() if k not in names and "SLURM" not in k}
     return subprocess.Popen(
-        command, env=environ | more, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environ | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
 def printed(*processes):
-    """What each process printed; all must have ended well."""
-    said = [process.communicate(timeout=LIMIT_S) for process in processes]
+    """What each process printed; all must have ended well, and none stays in any case."""
+    try:
+        said = [process.communicate(timeout=LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     for process, (out, err) in zip(processes, said, strict=True):
         assert process.returncode == 0, out + err
     return [out for out, _ in said]
@@ -83,7 +95,7 @@ TWO_HOSTS = """
 set -e
 ip link set lo up
 unshare --net sleep 300 & other=$!
-trap 'kill $other' EXIT
+trap 'kill $(jobs -p)' EXIT
 until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
 in_other() { nsenter --target $other --net "$@"; }
 ip link add left type veth peer name right

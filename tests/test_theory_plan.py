@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerolab.commands.plan_why import why
 from zerolab.course.compare import compare
 from zerolab.course.search import fastest, what_next
 from zerolab.course.typed import deepspeed_config, pytorch_lines
-from zerolab.plan_why import why
 from zerolab.theory import COLLECTIVES, KINDS, held_bytes, sent_bytes
 from zerolab.theory.catalog import GPUS, LINKS, MODELS, NODES, Cluster, cluster, model
 from zerolab.theory.plan import Strategy, plan

@@ -330,7 +330,7 @@ def test_ctrl_c_ends_with_a_sentence_and_the_last_checkpoint_stays(capsys, tmp_p
 def test_a_bar_moves_in_a_terminal_and_only_there(monkeypatch):
     from argparse import Namespace
 
-    from zerolab.train_command import _Progress
+    from zerolab.commands.train import _Progress
 
     class Terminal(io.StringIO):
         def isatty(self):

@@ -255,7 +255,7 @@ def test_ranks_that_stand_aside_are_freed_too_when_one_fails(world):
             time.sleep(0.01)
 
     with pytest.raises(RankError, match="rank 2: LookupError"):
-        world.run(loop_or_fail)
+        world.run(loop_or_fail, timeout=1e6)  # so it is the failure that ends the call
     assert still_works(world, before)
 
 

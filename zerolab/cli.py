@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerolab.plan_command import add_plan
-from zerolab.train_command import add_train
+from zerolab.commands.bench import add_bench
+from zerolab.commands.plan import add_plan
+from zerolab.commands.train import add_train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     measure.set_defaults(run=_measure)
 
     add_train(commands)
+    add_bench(commands)
     return parser
 
 

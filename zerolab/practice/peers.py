@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ def fsdp2(model: GPT, reshard: bool = True, dtype: torch.dtype = torch.bfloat16)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returns a view: we do not write it
     options: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "reshard_after_forward": reshard,

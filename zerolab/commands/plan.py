@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from zerolab import plan_options
+from zerolab.commands import plan_options
 
 if TYPE_CHECKING:
     from zerolab.theory.plan import Plan
@@ -85,9 +85,9 @@ def as_text(p: Plan) -> str:
 
 def _shown(p: Plan, options: argparse.Namespace) -> dict:
     """The plan and what else was asked for."""
+    from zerolab.commands.plan_why import why
     from zerolab.course.search import what_next
     from zerolab.course.typed import deepspeed_config, pytorch_lines
-    from zerolab.plan_why import why
 
     shown = {**as_dict(p), "next": what_next(p)}
     if options.fastest:
