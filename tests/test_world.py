@@ -5,6 +5,7 @@ import gc
 import glob
 import linecache
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -416,6 +417,24 @@ def test_stop_reaches_ranks_that_have_not_yet_begun_the_call(world, monkeypatch)
     assert still_works(world, before)
 
 
+def test_stop_waits_for_a_message_to_end_unless_it_is_pressed_twice():
+    steps = []
+
+    def message(presses):
+        with launch.late_stop():
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            steps.append("ended")
+
+    with pytest.raises(KeyboardInterrupt):
+        message(1)
+    assert steps == ["ended"]
+    with pytest.raises(KeyboardInterrupt):
+        message(2)
+    assert steps == ["ended"]
+    message(0)
+
+
 def test_a_rank_that_swallows_stop_is_restarted_and_named(world, tmp_path):
     def stubborn():
         if my_rank() == 2:
@@ -676,6 +695,10 @@ def listening():
 
 def test_gloo_listens_on_the_loopback_only_and_nothing_else_listens(world):
     assert [set(a) for a in world.run(listening)] == [{"0100007F"}] * 3
+    allowed = (
+        shutil.which("unshare") and subprocess.run(["unshare", "-Urn", "true"]).returncode == 0
+    )
+    assert world.private_ports or not allowed
     if world.private_ports:
         networks = world.run(lambda: os.readlink("/proc/self/ns/net"))
         assert len(set(networks)) == 1 and networks[0] != os.readlink("/proc/self/ns/net")

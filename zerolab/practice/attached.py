@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from zerolab.practice import group
 from zerolab.practice import rank as rank_side
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's address
@@ -87,7 +88,7 @@ class Attached:
         torch.set_num_threads(threads)
         torch.manual_seed(rank)
         self._variables = rank_side.begin_namespace(rank, self.size)
-        rank_side.join_group(backend, check, rank, self.size)
+        group.join_group(backend, check, rank, self.size)
 
     def run(
         self, fn: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
@@ -115,7 +116,7 @@ class Attached:
 
     def close(self) -> None:
         """Leave the group; the process goes on."""
-        rank_side.leave_group()
+        group.leave_group()
 
     def __enter__(self) -> Attached:
         return self

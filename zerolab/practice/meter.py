@@ -14,7 +14,6 @@ with the bytes that its ring algorithm sends.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,8 +31,6 @@ KINDS = ("parameters", "gradients", "optimizer_states")
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
-_sending_as: contextvars.ContextVar[str | None] = contextvars.ContextVar("sending_as", default=None)
-
 
 def label(tensor: Tensor, kind: str) -> Tensor:
     """Says what a tensor's storage is for; returns the tensor.
@@ -41,20 +38,27 @@ def label(tensor: Tensor, kind: str) -> Tensor:
     `kind` is one of KINDS, "gathered" or "temporary".
     """
     tensor.untyped_storage().zerolab_kind = kind  # type: ignore[attr-defined]
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Meter):
-            mode.see(tensor)
+    for meter in watching():
+        meter.see(tensor)
     return tensor
+
+
+def watching() -> list[Meter]:
+    """The meters that are on, on this rank."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Meter)]
 
 
 @contextlib.contextmanager
 def sending_as(collective: str) -> Iterator[None]:
     """Books what is sent inside under this collective; the outermost name counts."""
-    token = _sending_as.set(_sending_as.get() or collective)
+    named = [meter for meter in watching() if meter.sending is None]
+    for meter in named:
+        meter.sending = collective
     try:
         yield
     finally:
-        _sending_as.reset(token)
+        for meter in named:
+            meter.sending = None
 
 
 class Meter(TorchDispatchMode):
@@ -72,6 +76,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
         self.capacity = capacity
+        self.sending: str | None = None
         self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         self._held: Counter[str] = Counter()
         self.peak = 0
@@ -153,7 +158,7 @@ class Meter(TorchDispatchMode):
         largest = max((t.numel() * t.element_size() for t in tensors), default=0)
         total = sum(t.numel() * t.element_size() for t in tensors)
         bytes_sent = handed(largest, total, dist.get_world_size())
-        self.sent[_sending_as.get() or collective] += bytes_sent
+        self.sent[self.sending or collective] += bytes_sent
 
 
 # What one rank hands to others in a call of torch.distributed, from the largest tensor among the

@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import contextvars
-import datetime
 import faulthandler
 import io
-import json
 import marshal
 import os
 import pickle
 import signal
-import socket
-import stat
 import sys
 import threading
 import time
@@ -36,9 +31,16 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from zerolab.practice import private_net
+from zerolab.practice import toy
+from zerolab.practice.group import (
+    forget_what_was_stopped,
+    join_group,
+    leave_group,
+    pending_since,
+    shut_connections,
+)
+from zerolab.practice.toy import Toy
 
-GROUP_TIMEOUT = datetime.timedelta(days=1)  # the notebook's own limit comes first
 HIDDEN_FILES = ("torch/distributed/c10d_logger.py",)  # it wraps each collective, and says nothing
 BROKEN_CONNECTION = (  # in an error's text: it follows from what happened on another rank
     "gloo/transport",
@@ -59,6 +61,7 @@ class Setup:
     threads: int  # torch's, on this rank
     backend: str  # "auto", "gloo" or "nccl"
     check: bool  # compare op, shape and dtype of each collective over the ranks
+    toy: Toy  # a device and a link, emulated
     folder: str  # this world's, private
     environ: dict[str, str]  # the notebook's, now
 
@@ -176,97 +179,6 @@ def _failure(error: BaseException) -> Failure:
     return Failure(summary, chain[::-1], consequence or isinstance(error, KeyboardInterrupt))
 
 
-def _pending_since(time_ns: int) -> list[tuple[str, str]]:
-    """Return this rank's unfinished collectives since a moment (time.time_ns).
-
-    torch's flight recorder, which knows them, has no public name; without it the list is empty.
-    """
-    pending = []
-    with contextlib.suppress(Exception):
-        import torch._C._distributed_c10d as c10d
-
-        dump: Any = getattr(c10d, "_dump_fr_trace_json")  # noqa: B009
-        for e in json.loads(dump(True, False))["entries"]:
-            if e["time_created_ns"] >= time_ns and not e["retired"]:
-                number = e["p2p_seq_id" if e.get("is_p2p") else "collective_seq_id"]
-                tensors = zip(e["input_dtypes"], e["input_sizes"], strict=False)
-                given = " and ".join(f"{dtype} {shape}" for dtype, shape in tensors)
-                pending.append((f"{e['profiling_name'].split(':')[-1]} #{number}", given))
-    return pending
-
-
-# ---- the group -----------------------------------------------------------------------------------
-
-
-def shut_connections() -> None:
-    """End what this process sends over its connections: who waits in gloo gets an error.
-
-    A peer reads the end, closes, and so frees a wait on this side too. Shutting both directions
-    at once loses a peer's send for good (1 of 100 raises hung); shutting the listening socket
-    aborts the process.
-    """
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):
-            fd = int(name)
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with socket.socket(fileno=os.dup(fd)) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        connection.getpeername()  # a listening socket has none: OSError
-                        connection.shutdown(socket.SHUT_WR)
-
-
-def forget_what_was_stopped() -> None:
-    """Undo what an earlier call may have left switched on in this thread.
-
-    Stop can strike inside the exit of a `with` block, and then a no_grad or a dispatch mode stays
-    on for good. The stack of modes has no public name; where that is missing, modes stay.
-    """
-    import torch
-
-    torch.set_grad_enabled(True)
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
-
-        while _get_current_dispatch_mode() is not None:
-            _pop_mode()
-
-
-def leave_group() -> None:
-    """Leave the process group, whatever state it is in; never waits for a peer."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-
-
-def join_group(
-    backend: str, check: bool, rank: int, size: int, store: str | None = None
-) -> dict[str, object]:
-    """Form a group with the other ranks over the file `store`, or at the launcher's address.
-
-    Returns the backend and whether its ports are private. Raises ValueError without GPUs for nccl.
-    """
-    import torch
-    import torch.distributed as dist
-
-    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if backend == "nccl" and gpus < here:
-        raise ValueError(f"{here} ranks need as many GPUs, here are {gpus}: use backend='gloo'")
-    backend = ("nccl" if gpus >= here else "gloo") if backend == "auto" else backend
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    dist.set_debug_level(dist.DebugLevel.DETAIL if check else dist.DebugLevel.OFF)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        store=dist.FileStore(store, size) if store else None,
-        rank=rank,
-        world_size=size,
-        timeout=GROUP_TIMEOUT,
-    )
-    return {"backend": backend, "private_ports": private_net.private}
-
-
 # ---- the rank ------------------------------------------------------------------------------------
 
 
@@ -302,7 +214,8 @@ class Rank:
             work = self.prepare(kind, body)
             doing = ""
             forget_what_was_stopped()
-            value = contextvars.copy_context().run(work)
+            with toy.device():
+                value = work()
             doing = f"gave back a {type(value).__name__}, which cannot be sent"
             return dumps(value)
         except BaseException as error:
@@ -347,7 +260,7 @@ class Rank:
                 question, what, command = self.pipes.control.recv()
                 stack = traceback.extract_stack(sys._current_frames()[main_thread])
                 frames = _user_frames(stack) if self.calling else None
-                activity = Activity(frames, _pending_since(self.began_ns))
+                activity = Activity(frames, pending_since(self.began_ns))
                 if what == "stop":
                     self.cancelled = command
                     shut_connections()
@@ -401,6 +314,7 @@ def main(setup: Setup, pipes: Pipes) -> NoReturn:
 
     torch.set_num_threads(setup.threads)
     torch.manual_seed(setup.rank)
+    toy.here = setup.toy
     this = Rank(setup, pipes)
     signal.signal(signal.SIGINT, this.on_stop)
     threading.Thread(target=this.watch, daemon=True).start()

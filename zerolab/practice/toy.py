@@ -7,9 +7,13 @@ every collective to what a link of that rate and latency would take.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 _SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20,
           "gib": 2**30}  # fmt: skip
@@ -24,9 +28,7 @@ def _read(value: float | str, units: dict[str, float], what: str, example: str) 
     except (KeyError, ValueError):
         amount = -1.0
     if isinstance(value, bool) or amount <= 0:
-        raise ValueError(
-            f"{what} is {value!r}, and must be an amount above 0, such as {example!r}."
-        )
+        raise ValueError(f"{what} is {value!r} and must be more than 0, such as {example!r}.")
     return amount
 
 
@@ -71,10 +73,36 @@ class Toy:
 
     device_bytes: int | None = None
     link: Link | None = None
+    meter: Any = None  # the device's own, made at its first use
+
+    @classmethod
+    def read(
+        cls, memory: float | str | None, link: float | str | None, latency: float | str | None
+    ) -> Toy:
+        """From what a World is given; ValueError, in one sentence, for what is no amount."""
+        made = None
+        if link is not None or latency is not None:
+            rate = float("inf") if link is None else read_rate(link)
+            made = Link(rate, 0.0 if latency is None else read_seconds(latency))
+        return cls(None if memory is None else read_bytes(memory), made)
 
 
 here = Toy()
 """This rank's; the notebook's own process has none."""
+
+
+@contextlib.contextmanager
+def device() -> Iterator[None]:
+    """On the toy device, where there is one: DeviceFull as soon as live tensors exceed it."""
+    if here.device_bytes is None:
+        yield
+        return
+    from zerolab.practice.meter import Meter
+
+    here.meter = here.meter or Meter(here.device_bytes)
+    gc.collect()  # what an earlier call left in cycles is no longer on the device
+    with here.meter:
+        yield
 
 
 class DeviceFull(RuntimeError):

@@ -36,6 +36,7 @@ from zerolab.practice.attached import Attached
 from zerolab.practice.launch import start_server
 from zerolab.practice.rank import Activity, Failure, Setup
 from zerolab.practice.report import RankError, RankTimeout, said
+from zerolab.practice.toy import Toy
 
 __all__ = ["Attached", "RankError", "RankTimeout", "World", "start_server"]
 
@@ -58,6 +59,10 @@ class World:
     rank. `backend` "auto" is nccl where there are GPUs enough, else gloo. A rank starts with
     torch.manual_seed(rank).
 
+    `device_memory` ("64 MB"), `link` ("100 MB/s") and `latency` ("50 us") are emulated: each rank
+    refuses what its device cannot hold, and the collectives of `zerolab.practice.comm` take as long
+    as on such a link.
+
     Raises TypeError or ValueError for what makes no world, RankError if ranks cannot start.
     """
 
@@ -72,6 +77,9 @@ class World:
         check: bool = False,
         threads: int = 1,
         backend: str = "auto",
+        device_memory: float | str | None = None,
+        link: float | str | None = None,
+        latency: float | str | None = None,
     ) -> None:
         if os.name == "nt":
             raise said(OSError, "ranks need Linux or macOS: on Windows run the notebook in WSL")
@@ -86,7 +94,7 @@ class World:
         if backend not in ("auto", "gloo", "nccl"):
             raise said(ValueError, f"backend must be 'auto', 'gloo' or 'nccl', not {backend!r}")
         self.size, self.timeout = size, report.seconds(timeout)
-        self._choices = (threads, backend, check)
+        self._choices = (threads, backend, check, Toy.read(device_memory, link, latency))
         fit, why = launch.room()
         if size > fit:
             fit = max(fit, 0)
