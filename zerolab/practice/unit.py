@@ -7,6 +7,7 @@ parameters come and go, while the rest of the model is still at work.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -60,21 +61,26 @@ class Unit:
     def _take(self, place: int) -> Callable[[Tensor], None]:
         start = sum(shape.numel() for shape in self.shapes[:place])
         stop = start + self.shapes[place].numel()
+        me = weakref.ref(self)  # a parameter keeps its hooks, and a cycle through it never dies
 
         def take(param: Tensor) -> None:
-            assert param.grad is not None
-            mine = self._buffer()[start:stop]
-            if place in self._unwritten:
-                self._unwritten.discard(place)
-                mine.copy_(param.grad.reshape(-1))
-            else:
-                mine.add_(param.grad.reshape(-1))
-            param.grad = None
-            self.missing.discard(place)
-            if not self.missing and self.on_complete:
-                self.on_complete()
+            unit = me()
+            if unit is not None and param.grad is not None:
+                unit._accept(place, slice(start, stop), param.grad.reshape(-1))
+                param.grad = None
 
         return take
+
+    def _accept(self, place: int, where: slice, grad: Tensor) -> None:
+        mine = self._buffer()[where]
+        if place in self._unwritten:
+            self._unwritten.discard(place)
+            mine.copy_(grad)
+        else:
+            mine.add_(grad)
+        self.missing.discard(place)
+        if not self.missing and self.on_complete:
+            self.on_complete()
 
     def own(
         self, world_size: int, rank: int, options: AdamWOptions | None, apart: bool = False
