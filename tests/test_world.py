@@ -267,7 +267,7 @@ def test_a_skipped_collective_is_reported_with_stacks_and_what_is_pending(world)
         world.run(all_reduce_except, 0, int, timeout=0.5)
     error = caught.value
     assert str(error) == (
-        "not finished after 0.5 s: rank 0 running nothing; ranks 1, 2 waiting in all_reduce #1"
+        "not finished after 0.5 s: rank 0 done; ranks 1, 2 waiting in all_reduce #1"
     )
     assert isinstance(error, RankError) and error.report == error.where
     assert error.report.count("waiting in all_reduce #1 (Float [5])") == 2
@@ -306,8 +306,8 @@ def test_a_rank_that_keeps_pythons_lock_is_still_reported_and_replaced(world):
 
 
 def test_where_says_that_idle_ranks_run_nothing(world):
-    assert world.where() == "".join(f"rank {r}: running nothing\n" for r in range(3))
-    assert world.where(ranks=[2]) == "rank 2: running nothing\n"
+    assert world.where() == "".join(f"rank {r}: done\n" for r in range(3))
+    assert world.where(ranks=[2]) == "rank 2: done\n"
 
 
 def test_where_looks_at_a_call_that_another_thread_made(world, tmp_path):

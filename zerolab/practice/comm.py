@@ -117,12 +117,13 @@ class Comm:
         return wait
 
     def _same_length(self, shard: Tensor, full: Tensor) -> None:
-        if shard.numel() * self.world_size != full.numel() or shard.dtype != full.dtype:
-            raise ValueError(
-                f"full has {full.numel()} elements of {full.dtype} and shard {shard.numel()} of "
-                f"{shard.dtype}: on {self.world_size} ranks full must be {self.world_size} shards "
-                "long and of the same dtype. Pad it first."
-            )
+        n, sizes = self.world_size, f"full has {full.numel()} elements, shard {shard.numel()}"
+        if shard.numel() > full.numel():
+            raise ValueError(f"{sizes}: did you give the two in the other order?")
+        if shard.numel() * n != full.numel():
+            raise ValueError(f"{sizes}: on {n} ranks full must be {n} shards long. Pad it first.")
+        if shard.dtype != full.dtype:
+            raise ValueError(f"full is {full.dtype}, shard {shard.dtype}: make them of one dtype.")
 
 
 def sum_in_rank_order(parts: list[Tensor], out: Tensor | None = None) -> Tensor:

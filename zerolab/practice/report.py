@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterable
 
 from zerolab.practice.rank import Activity, Failure, Frame
+
+OWN_COLLECTIVES = os.path.join("zerolab", "practice", "comm.py")
 
 
 class RankError(RuntimeError):
@@ -108,16 +111,25 @@ def activities(seen: dict[int, Activity | str]) -> tuple[str, str]:
         if isinstance(activity, str):
             short, stack = "in C code that keeps Python from answering", activity
         elif activity.frames is None:
-            short, stack = "running nothing", ""
+            short, stack = "done", ""
         else:
             stack = _frames_text(activity.frames)
-            short = f"running {activity.frames[-1][2]}" if activity.frames else "running"
+            short = _doing(activity.frames)
             if activity.pending:
                 name, given = activity.pending[-1]
                 short, tensors = f"waiting in {name}", f" ({given})"
         does.setdefault(short, []).append(r)
         text += f"rank {r}: {short}{tensors}\n{stack}"
     return "; ".join(f"{names(ranks)} {short}" for short, ranks in does.items()), text
+
+
+def _doing(frames: list[Frame]) -> str:
+    """What the last frames are about; the course's own collectives by their names."""
+    if not frames:
+        return "running"
+    ours = [name for file, _, name, *_ in frames if file.endswith(OWN_COLLECTIVES)]
+    in_ours = frames[-1][0].endswith(OWN_COLLECTIVES)
+    return f"waiting in {ours[0]}" if in_ours else f"running {frames[-1][2]}"
 
 
 def _frames_text(frames: list[Frame]) -> str:

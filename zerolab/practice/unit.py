@@ -33,6 +33,7 @@ class Unit:
     micro-batches left. `on_complete` is called when all gradients of a backward pass are there.
     """
 
+    full_grads: Tensor | None = None
     param_shard: Tensor
     grad_shard: Tensor | None = None
     adamw: AdamW
@@ -48,7 +49,6 @@ class Unit:
         self.padded = padded_numel(self.numel, world_size)
         self._initial = flatten([p.data for p in self.params], self.padded, torch.float32)
         self.full_params = label(self._initial.to(precision.working), "parameters")
-        self.full_grads: Tensor | None = None
         self.missing: set[int] = set(range(len(self.params)))
         self._unwritten: set[int] = set()
         for place, (param, view) in enumerate(

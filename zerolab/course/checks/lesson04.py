@@ -34,6 +34,7 @@ def model_states(answer: Any) -> None:
         Slip(8 * psi, "Only 8 bytes a parameter: which of the five pieces did you leave out?"),
         Slip(18 * psi, "That has gradients of 4 bytes: in this recipe they have 2."),
         Slip(20 * psi, "That has a second, fp32 copy of the gradients: this recipe has none."),
+        Slip(64 * psi, "That is four ranks together: give one rank's bytes."),
         Slip(16, "That is bytes for one parameter: there are 13e9 of them."),
     ]
     expect_bytes(answer, 16 * psi, "Model states of 13e9 parameters", slips)
@@ -53,6 +54,8 @@ def model_states(answer: Any) -> None:
     ],
 )
 def count_alive(answer: Any) -> None:
+    if not callable(answer):
+        raise Wrong(f"This is {_type(answer)}.", "Give the function itself: bytes_alive.")
     whole = torch.zeros(100)
     half = torch.zeros(64, dtype=torch.bfloat16)
     tied = torch.nn.Parameter(torch.zeros(7, 3))

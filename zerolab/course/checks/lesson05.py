@@ -85,6 +85,8 @@ def _why_slice(
     right = [shard_range(numel, world_size, r) for r in range(world_size)]
     if slices == [(start, stop - 1) for start, stop in right]:
         return "Your stop is the last element itself: a Python range ends before its stop."
+    if any(start > stop for start, stop in slices):
+        return "A start lies beyond its stop: a rank may own nothing, so clip both at numel."
     if max(stop for _, stop in slices) > numel:
         return f"Elements from {numel} on do not exist: that is padding, which nobody owns."
     if sorted(owned) != sorted(set(owned)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
-from zerolab.course.checks.numbers import Slip, expect_bytes
+from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number
 from zerolab.course.checks.on_ranks import RANKS, on_ranks
 from zerolab.practice.comm import Comm, sum_in_rank_order
 from zerolab.practice.meter import Meter, label
@@ -34,6 +34,7 @@ def predict(answer: Any) -> None:
         Slip(12 * psi / 64, "That is the optimizer states alone."),
         Slip(psi / 4 * 64, "That is all 64 ranks together: give one rank's bytes."),
         Slip(0.25, "That is bytes for one parameter: there are 70e9 of them."),
+        Slip(0.25e9, "A quarter of a byte for each parameter: there are 70e9 of them."),
     ]
     expect_bytes(answer, psi / 4, "Stage 3, 70e9 parameters, 64 ranks", slips)
 
@@ -154,7 +155,14 @@ def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen
             back = backward(grad, kept_inputs[layer], shards[layer], SHAPES[layer], comm)
             if not (isinstance(back, tuple) and len(back) == 2):
                 raise TypeError("backward must return two tensors: (grad_x, grad_shard)")
+            rows, columns = len(grad), SHAPES[layer][1]
             grad, grad_shard = back
+            if getattr(grad, "shape", None) != (rows, columns):
+                shape = tuple(getattr(grad, "shape", ()))
+                raise TypeError(
+                    f"backward returned {shape} as grad_x, and x is {(rows, columns)}: return "
+                    "(grad_x, grad_shard), in this order"
+                )
             grads.insert(0, grad_shard)
         sent = meter.sent_bytes()
     return Seen(
@@ -235,4 +243,4 @@ def ratio(answer: Any) -> None:
         Slip(2 / 3, "That is data parallelism over stage 3."),
         Slip(1, "Stages 1 and 2 send as much as data parallelism; stage 3 gathers once more."),
     ]
-    expect_bytes(answer, 1.5, "Stage 3's traffic over that of data parallelism", slips)
+    expect_number(answer, 1.5, "Stage 3's traffic over that of data parallelism", slips)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from zerolab.course.checks.core import Wrong
@@ -12,6 +13,7 @@ from zerolab.course.checks.core import Wrong
 UNITS = {
     "b": 1, "byte": 1, "bytes": 1,
     "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "gbyte": 1e9, "gbytes": 1e9, "gigabyte": 1e9, "gigabytes": 1e9,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
@@ -33,10 +35,33 @@ def read_bytes(answer: Any) -> float:
         )
     if isinstance(answer, int | float):
         return float(answer)
-    found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?\d+)?)\s*([a-z]*)\s*", answer.lower())
+    text = re.sub(r"\s*(per|a|each) (rank|gpu)$", "", answer.lower().strip())
+    found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?\d+)?)\s*([a-z]*)\s*", text)
     if not found or (found[2] or "bytes") not in UNITS:
         raise Wrong(f"{answer!r} is not a size.", 'Write a number and a unit, such as "208 GB".')
     return float(re.sub("[_,]", "", found[1])) * UNITS[found[2] or "bytes"]
+
+
+def read_number(answer: Any) -> float:
+    """A number without a unit, from 1.5, Fraction(3, 2), "3/2" or "1.5x"; Wrong if it is none."""
+    text = answer.strip().removesuffix("x").removesuffix("times") if isinstance(answer, str) else ""
+    try:
+        if isinstance(answer, bool):
+            raise TypeError
+        return float(Fraction(text) if text else answer)
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise Wrong(f"{answer!r} is not a number.", "Write it as 1.5, or 3 / 2.") from None
+
+
+def expect_number(answer: Any, right: float, what: str, slips: list[Slip]) -> None:
+    """Raises Wrong unless the answer, or what it returns, is `right` within half a percent."""
+    value = read_number(answer() if callable(answer) else answer)
+    if math.isclose(value, right, rel_tol=0.005):
+        return
+    for slip in slips:
+        if math.isclose(value, slip.value, rel_tol=0.005):
+            raise Wrong(f"{what}: {value:g} is not it.", slip.misconception)
+    raise Wrong(f"{what}: {value:g} is not it.", "Write both down before you divide.")
 
 
 def expect_bytes(answer: Any, right: float, what: str, slips: list[Slip]) -> None:
@@ -56,6 +81,8 @@ def expect_bytes(answer: Any, right: float, what: str, slips: list[Slip]) -> Non
     for slip in [*slips, *general]:
         if math.isclose(value, slip.value, rel_tol=0.005):
             raise Wrong(f"{what}: {_show(value)} is not it.", slip.misconception)
+    if math.isclose(value, right, rel_tol=0.02):
+        raise Wrong(f"{what}: {_show(value)} is near.", "It is rounded too coarsely: three digits.")
     much = "too much" if value > right else "too little"
     raise Wrong(f"{what}: {_show(value)} is {much}.", "Write the sum down part by part.")
 
