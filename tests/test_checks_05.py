@@ -68,7 +68,10 @@ def overlapping(numel, world_size, rank):
         (balanced, "multiples of 3"),
         (inclusive, "ends before its stop"),
         (overlapping, "owned by two ranks"),
-        (lambda n, w, r: list(own_slice(n, w, r)), "Return two ints"),
+        (lambda n, w, r: (r * (n // w + 1), (r + 1) * (n // w + 1)), "that is padding"),
+        (lambda n, w, r: (min(r * (n // w + 1), n), min((r + 1) * (n // w + 1), n)), "longer than"),
+        (lambda n, w, r: (0, 10**15), "that is padding"),
+        (lambda n, w, r: (r * -(-n // w), min((r + 1) * -(-n // w), n)), "beyond its stop"),
         (lambda n, w, r: (r * n / w, (r + 1) * n / w), "Return two ints"),
         (lambda n, w, r: None, "Return two ints"),
     ],
@@ -244,9 +247,79 @@ def test_05_4_works_again_after_a_hang():
     judged("05.4", step, 4)
 
 
+def test_05_2_takes_lists_and_other_integers():
+    import numpy as np
+
+    judged("05.2", lambda n, w, r: [np.int64(x) for x in own_slice(n, w, r)], 2)
+
+
+def rebinds(own, comm):
+    step(own, comm)
+    own.full_params = own.full_params.clone()
+
+
+def sums_in_another_order(own, comm):
+    wide = own.full_grads.float()
+    comm.all_reduce(wide)
+    shard = wide[comm.rank * len(own.grad_shard) :][: len(own.grad_shard)].clone()
+    own.adamw.update(shard, scale=1 / comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def leaves_a_send_behind(own, comm):
+    step(own, comm)
+    own.adamw.kept = comm.start_all_gather(own.full_params, own.param_shard)
+
+
+def changes_the_default(own, comm):
+    step(own, comm)
+    torch.set_default_dtype(torch.float64)
+
+
+def test_05_4_more_near_misses():
+    judged("05.4", rebinds, 0, "another tensor")
+    judged("05.4", sums_in_another_order, 0, "up to rounding")
+
+
+@pytest.mark.parametrize("answer", [leaves_a_send_behind, changes_the_default, one_rank_skips])
+def test_what_an_answer_does_to_the_ranks_does_not_reach_the_next(answer):
+    check("05.4", answer)
+    judged("05.4", step, 4)
+
+
+def test_the_checks_own_world_is_not_the_notebook_s():
+    from zerolab.practice.world import latest_world
+
+    check("05.4", step)
+    found = latest_world()
+    assert found is None or not found.private
+
+
+def test_an_answer_that_exits_or_never_ends_gets_a_verdict(monkeypatch):
+    monkeypatch.setattr("zerolab.course.checks.core.LIMIT_S", 0.5)
+
+    def for_ever(*_):
+        while True:
+            pass
+
+    judged("05.2", lambda *_: exit(3), 0, "SystemExit")
+    judged("05.2", for_ever, 0, "did not end")
+
+
+def not_implemented_in_torch(own, comm):
+    torch.zeros(3, device="meta").cpu()
+
+
+def test_only_the_stub_counts_as_not_attempted():
+    judged("05.4", not_implemented_in_torch, 0, "not yet", "in line")
+
+
 def test_05_5_numbers():
     judged("05.5", lambda: "71.5 GB", 1)
     judged("05.5", "66.59 GiB", 1)
+    judged("05.5", "71,5 GB", 1)
+    judged("05.5", "71,500,000,000 bytes", 1)
     for wrong, words in [("208 GB", "plain data"), ("26 GB", "stage 3"), ("48.75 GB", "stage 2"),
                          ("19.5 GB", "optimizer states alone"), ("572 GB", "all ranks together"),
                          ("65 GB", "master copy"), ("52 GB", "limit"), ("66.59 GB", "GiB"),

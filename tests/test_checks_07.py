@@ -1,5 +1,7 @@
 """The checks of lesson 07, run on real ranks: stub, solution, and near misses with their words."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from test_checks_04 import judged, stub
@@ -57,6 +59,24 @@ def all_reduces(grad_y, x, shard, shape, comm):
     return grad_y @ whole_weight(shard, shape, comm), own
 
 
+def keeps_a_view(grad_y, x, shard, shape, comm):
+    flat = flat_grad(grad_y.T @ x, shard, comm)
+    own = flat[comm.rank * len(shard) :][: len(shard)]
+    comm.reduce_scatter(own, flat)
+    return grad_y @ whole_weight(shard, shape, comm), own
+
+
+def leaves_padding(grad_y, x, shard, shape, comm):
+    grad_x = grad_y @ whole_weight(shard, shape, comm)
+    flat = torch.full((len(shard) * comm.world_size,), 3.0)
+    flat[: shape[0] * shape[1]] = (grad_y.T @ x).flatten()
+    return grad_x, reduced(flat, shard, comm)
+
+
+def swaps(*arguments):
+    return backward(*arguments)[::-1]
+
+
 def never_sums(grad_y, x, shard, shape, comm):
     flat = flat_grad(grad_y.T @ x, shard, comm)
     own = flat[comm.rank * len(shard) :][: len(shard)].clone()
@@ -92,6 +112,13 @@ def wrong_shape(x, shard, shape, comm):
 
 def test_07_3_passes():
     judged("07.3", (forward, backward), 5, "passed")
+    judged("07.3", [forward, backward], 5, "passed")
+
+
+@pytest.mark.parametrize("answer", ["3/2", "1.5x", Fraction(3, 2), 1.5])
+def test_07_4_reads_a_ratio_as_people_write_it(answer):
+    judged("07.4", answer, 1, "passed")
+    judged("07.4", "1e400", 0)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +128,9 @@ def test_07_3_passes():
         ((forward, all_reduces), 3, "An all-reduce"),
         ((forward, never_sums), 0, "never summed"),
         ((forward, divides), 0, "divided by N"),
+        ((forward, keeps_a_view), 3, "memory of its own"),
+        ((forward, leaves_padding), 0, "padding must be zero"),
+        ((forward, swaps), 0, "in this order"),
         ((forward, whole_gradient), 0, "own shard alone"),
         ((forward, forgets_padding), 0, "Pad it first"),
         ((forward, transposed), 0, "grad_y.T @ x"),

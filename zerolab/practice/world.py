@@ -13,15 +13,12 @@ No torch is imported here: a notebook that only runs ranks need not wait for it.
 
 from __future__ import annotations
 
-import ast
 import atexit
 import contextlib
 import itertools
-import linecache
 import operator
 import os
 import pickle
-import re
 import signal
 import sys
 import time
@@ -66,6 +63,8 @@ class World:
     Raises TypeError or ValueError for what makes no world, RankError if ranks cannot start.
     """
 
+    private = False  # kept by the course for itself: %%ranks passes it over
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         by_launcher = launch.launched() and not rank_side.is_rank()
         return Attached(*args, **kwargs) if by_launcher else super().__new__(cls)
@@ -96,9 +95,10 @@ class World:
         self.size, self.timeout = size, report.seconds(timeout)
         self._choices = (threads, backend, check, Toy.read(device_memory, link, latency))
         fit, why = launch.room()
-        if size > fit:
-            fit = max(fit, 0)
-            raise said(ValueError, f"{size} ranks do not fit, at most {fit} do: {why}. Make fewer.")
+        if size > (most := max(fit, 0)):
+            raise said(
+                ValueError, f"{size} ranks do not fit, at most {most} do: {why}. Make fewer."
+            )
         self._links: dict[int, launch.Link] = {}
         self._serial = 0  # of the last command; answers to earlier ones are ignored
         self._asked = 0  # of the last question to the watchdogs, likewise
@@ -149,6 +149,10 @@ class World:
         if not isinstance(expr, str):
             raise said(TypeError, f"inspect takes text, as in inspect('loss'), not {expr!r}")
         return self._call("inspect", expr, ranks, None)
+
+    def run_cell(self, source: str, name: str, ranks: Iterable[int] | None = None) -> None:
+        """Run source text among each rank's own variables; `name` stands for its file."""
+        self._call("cell", (source, name), ranks, None)
 
     def where(self, ranks: Iterable[int] | None = None) -> str:
         """Tell what each rank is doing: its stack, and the collective that it waits in."""
@@ -376,25 +380,7 @@ def _close_worlds() -> None:
         world.close()
 
 
-def _ranks_magic(line: str, cell: str) -> None:
-    """Run the cell among each rank's variables, or those of the ranks in the line: %%ranks 0 2"""
-    from IPython import get_ipython
-
-    world = next((w for _, w in sorted(_worlds.items(), reverse=True) if not w.closed), None)
-    if world is None:
-        raise said(RuntimeError, "there is no world yet: make one first, as in world = World(4)")
-    words = re.sub(r"[\[\](),]", " ", line).split()
-    if not all(word.isdecimal() and int(word) < world.size for word in words):
-        numbers = f"numbers from 0 to {world.size - 1}"
-        raise said(ValueError, f"%%ranks takes {numbers}, as in %%ranks 0, not {line.strip()!r}")
-    source = "\n" + cell  # the magic's own line counts
-    number = len(get_ipython().user_ns["In"]) - 1
-    name = f"<Cell In[{number}]>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    ast.parse(source, name)  # a slip of syntax shows without asking the ranks
-    world._call("cell", (source, name), sorted({int(word) for word in words}) or None, None)
-
-
-def load_ipython_extension(ipython: Any) -> None:
-    """Register the cell magic %%ranks."""
-    ipython.register_magic_function(_ranks_magic, "cell", "ranks")
+def latest_world() -> World | None:
+    """Return the youngest open world that the notebook made."""
+    mine = [w for _, w in sorted(_worlds.items()) if not (w.closed or w.private)]
+    return mine[-1] if mine else None

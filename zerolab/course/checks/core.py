@@ -7,16 +7,30 @@ can happen into a `Verdict`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import html
 import linecache
+import signal
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 NOT_ATTEMPTED, FAILED, PASSED = "not attempted", "not yet", "passed"
 _MARK = {NOT_ATTEMPTED: "[ ]", FAILED: "[x]", PASSED: "[ok]"}
+
+
+STUB = "your code here"
+LIMIT_S = 10.0  # for an answer that is tried in the notebook's own process
+_before: list[Callable[[], None]] = []
+
+
+def before_each_check(action: Callable[[], None]) -> Callable[[], None]:
+    """Registers something that every check does first."""
+    _before.append(action)
+    return action
 
 
 class Wrong(Exception):
@@ -103,6 +117,11 @@ class Hints:
         return folded
 
 
+def type_of(value: Any) -> str:
+    """What a learner's function gave back, for a sentence."""
+    return "nothing (None)" if value is None else f"a {type(value).__name__}"
+
+
 def find(number: str) -> Exercise:
     """The exercise of that number; ValueError, naming the nearest ones, where there is none."""
     if number in EXERCISES:
@@ -124,14 +143,20 @@ def check(number: str, answer: Any) -> Verdict:
     task = find(number)
     if answer is None or answer is ...:
         return _verdict(task, 0, NOT_ATTEMPTED, "Replace the stub by your answer, then run again.")
+    for action in _before:
+        action()
     try:
-        task.judge(answer)
-    except NotImplementedError:
-        return _verdict(task, 0, NOT_ATTEMPTED, "Replace the stub by your code, then run again.")
+        with _limited():
+            task.judge(answer)
+    except NotImplementedError as error:
+        if str(error) in (STUB, ""):
+            words = "Replace the stub by your code, then run again."
+            return _verdict(task, 0, NOT_ATTEMPTED, words)
+        return _verdict(task, 0, FAILED, _stopped(error, answer))
     except Wrong as wrong:
         words = f"{wrong.difference}\n{wrong.misconception}".strip()
         return _verdict(task, wrong.points, FAILED, words)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _verdict(task, 0, FAILED, _stopped(error, answer))
     return _verdict(task, task.points, PASSED, "")
 
@@ -141,7 +166,27 @@ def _verdict(task: Exercise, points: float, status: str, words: str) -> Verdict:
     return Verdict(points, status, f"{head}\n{words}".strip())
 
 
-def _stopped(error: Exception, answer: Any) -> str:
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """TimeoutError after LIMIT_S, where the system can interrupt a loop."""
+    here = threading.current_thread() is threading.main_thread()
+    if not here or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it did not end within {LIMIT_S:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _stopped(error: BaseException, answer: Any) -> str:
     """The error in one line, with the last line of the learner's own file that led to it."""
     what = f"{type(error).__name__}: {error}"
     if not callable(answer):

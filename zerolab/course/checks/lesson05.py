@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerolab.course.checks.core import Wrong, exercise
+from zerolab.course.checks.core import Wrong, exercise, type_of
 from zerolab.course.checks.numbers import Slip, expect_bytes
 from zerolab.course.checks.on_ranks import RANKS, on_ranks
 from zerolab.practice import data
@@ -64,23 +67,29 @@ def predict(answer: Any) -> None:
 def own_slice(answer: Any) -> None:
     for numel, world_size in SIZES:
         for rank in range(world_size):
-            got = answer(numel, world_size, rank)
+            got = _range(answer(numel, world_size, rank))
             right = shard_range(numel, world_size, rank)
-            if not (isinstance(got, tuple) and len(got) == 2 and all(type(x) is int for x in got)):
-                raise Wrong(f"Your function returned {got!r}.", "Return two ints: (start, stop).")
             if got != right and not (right[0] == right[1] and got[0] == got[1]):
                 raise Wrong(
-                    f"{numel} elements on {world_size} ranks: rank {rank} owns {list(right)} by "
-                    f"the rule of equal shards, and you say {list(got)}.",
+                    f"{numel} elements on {world_size} ranks: rank {rank} owns {right} by the "
+                    f"rule of equal shards, and you say {got}.",
                     _why_slice(answer, numel, world_size, rank, got),
                 )
+
+
+def _range(got: Any) -> tuple[int, int]:
+    try:
+        start, stop = (operator.index(x) for x in got)
+    except (TypeError, ValueError):
+        raise Wrong(f"You returned {got!r}.", "Return two ints: (start, stop).") from None
+    return start, stop
 
 
 def _why_slice(
     answer: Callable[..., Any], numel: int, world_size: int, rank: int, got: tuple[int, int]
 ) -> str:
-    slices = [answer(numel, world_size, r) for r in range(world_size)]
-    owned = [i for start, stop in slices for i in range(start, stop)]
+    slices = [_range(answer(numel, world_size, r)) for r in range(world_size)]
+    parts = sorted(s for s in slices if s[0] < s[1])
     length = shard_numel(numel, world_size)
     right = [shard_range(numel, world_size, r) for r in range(world_size)]
     if slices == [(start, stop - 1) for start, stop in right]:
@@ -89,10 +98,15 @@ def _why_slice(
         return "A start lies beyond its stop: a rank may own nothing, so clip both at numel."
     if max(stop for _, stop in slices) > numel:
         return f"Elements from {numel} on do not exist: that is padding, which nobody owns."
-    if sorted(owned) != sorted(set(owned)):
+    if any(one[1] > other[0] for one, other in pairwise(parts)):
         return "Some elements are owned by two ranks: both would update them."
-    if len(owned) < numel:
-        return f"{numel - len(owned)} elements are owned by nobody: they would never be updated."
+    missing = numel - sum(stop - start for start, stop in parts)
+    if missing > 0:
+        return f"{missing} elements are owned by nobody: they would never be updated."
+    if parts[0][1] - parts[0][0] > length:
+        return (
+            f"Your shards are longer than needed: {numel} / {world_size}, rounded up, is {length}."
+        )
     if max(stop - start for start, stop in slices) > length:
         return "The last rank owns all that is left over, more than its shard can hold: round up."
     return (
@@ -114,12 +128,13 @@ def _why_slice(
 def own_states(answer: Any) -> None:
     world_size, length = 4, 1001
     for rank in range(world_size):
-        torch.manual_seed(0)
-        start = torch.randn(world_size * length)
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(world_size * length, generator=generator)
         mine = shard_of(start, world_size, rank)
         given = [start.clone()]
         with Meter() as meter:
             states = answer(given.pop(), world_size, rank)
+            gc.collect()
             held = meter.held()["total"]
         _three_shards(states, mine, start, rank)
         if held > 12 * length:
@@ -136,11 +151,11 @@ def own_states(answer: Any) -> None:
 
 def _three_shards(states: Any, mine: Tensor, whole: Tensor, rank: int) -> None:
     if not (isinstance(states, tuple) and len(states) == 3):
-        raise Wrong(f"Your function returned {_type(states)}.",
+        raise Wrong(f"Your function returned {type_of(states)}.",
                     "Return a tuple of three tensors: (master, momentum, variance).")  # fmt: skip
     for name, piece in zip(("master", "momentum", "variance"), states, strict=True):
         if not isinstance(piece, Tensor):
-            raise Wrong(f"{name} is {_type(piece)}, not a tensor.")
+            raise Wrong(f"{name} is {type_of(piece)}, not a tensor.")
         if piece.numel() == whole.numel():
             raise Wrong(
                 f"{name} has all {whole.numel()} elements on rank {rank}.",
@@ -217,15 +232,13 @@ class Seen:
     full_params: Tensor  # (padded,) the working parameters
     master: Tensor  # (shard,) this rank's master weights
     sent: dict[str, int]  # in the last step
+    rebound: bool  # full_params was replaced by another tensor
     left_over: int  # held after the last step, beyond what was held before the first
     temporary: int  # peak inside the last step, beyond what was held before it
 
 
 def _trial(step: Callable[[Any, Comm], None], job: Job) -> Seen:
-    """Runs on a rank: a stage 1 whose step is the learner's, and which cannot be asked for its own.
-
-    What the learner gets is a namespace with the five names of the exercise.
-    """
+    """Runs on a rank: a stage 1 whose step is the learner's, and which cannot do its own."""
     comm = Comm()
     model = GPT(job.model)
     params = num_parameters(model)
@@ -247,7 +260,7 @@ def _trial(step: Callable[[Any, Comm], None], job: Job) -> Seen:
             meter.sent.clear()
             with torch.no_grad():
                 step(own, comm)
-            sent = meter.sent_bytes()
+            sent, rebound = meter.sent_bytes(), own.full_params is not unit.full_params
             unit.drop_grads()
             own.full_grads = own.grad_shard = None
         after = meter.held()["total"]
@@ -258,6 +271,7 @@ def _trial(step: Callable[[Any, Comm], None], job: Job) -> Seen:
         full_params=unit.full_params,
         master=unit.adamw.master,
         sent=sent,
+        rebound=rebound,
         left_over=after - start,
         temporary=meter.peak - before,
     )
@@ -304,13 +318,18 @@ def _own_slices(grads: list[Tensor]) -> Tensor:
 
 def _same_weights(trial: list[Seen], expected: Expected, steps: int) -> None:
     for rank, seen in enumerate(trial):
+        if seen.rebound:
+            raise Wrong(
+                "own.full_params is another tensor now: the model still has the old one.",
+                "Write into the tensors that you are given, for example with copy_.",
+            )
         if torch.equal(seen.full_params, expected.right):
             continue
-        different = (seen.full_params != expected.right).nonzero().flatten()
+        different = (seen.full_params != expected.right)[: seen.params].nonzero().flatten()
         raise Wrong(
             f"After {steps} step{'s' if steps > 1 else ''} the parameters of rank {rank} differ "
             f"from one process in {len(different):,} of {seen.params:,} elements, first in "
-            f"element {int(different[0])}.",
+            f"element {int(different[0]) if len(different) else 'of the padding'}.",
             _why_weights(seen, expected, rank),
         )
 
@@ -335,6 +354,11 @@ def _why_weights(seen: Seen, expected: Expected, rank: int) -> str:
         )
     if torch.equal(mine, shard_of(expected.not_averaged, RANKS, rank)):
         return "Your own slice was updated with the sum where a mean is due, and others' are stale."
+    if torch.allclose(seen.full_params.float(), expected.right.float(), rtol=0.02, atol=1e-3):
+        return (
+            "That is right up to rounding. comm adds in rank order, in fp32, and rounds each sum "
+            "to bf16 once: the task asks for these bits."
+        )
     return "Go through the three phases: which gradients enter the update, and of which slice?"
 
 
@@ -365,13 +389,10 @@ def stage1_states(answer: Any) -> None:
         Slip(16 * psi, "That is plain data parallelism: nothing is divided yet."),
         Slip(16 * psi / ranks, "You divided everything: that is stage 3."),
         Slip((2 + 14 / ranks) * psi, "You divided the gradients too: that is stage 2."),
+        Slip(4 + 12 / ranks, "That is bytes for one parameter: there are 13e9 of them."),
         Slip(12 * psi / ranks, "That is the optimizer states alone."),
         Slip((4 + 12 / ranks) * psi * ranks, "That is all ranks together: give one rank's bytes."),
         Slip((4 + 8 / ranks) * psi, "You forgot the fp32 master copy: K is 12, not 8."),
         Slip(4 * psi, "That is the limit for many ranks; with 8 there is 12/8 on top."),
     ]
     expect_bytes(answer, (4 + 12 / ranks) * psi, "Stage 1, 13e9 parameters, 8 ranks", slips)
-
-
-def _type(value: Any) -> str:
-    return "nothing (None)" if value is None else f"a {type(value).__name__}"

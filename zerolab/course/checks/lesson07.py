@@ -28,11 +28,10 @@ SHAPES = ((7, 5), (9, 7), (3, 9))  # three layers, none of which four ranks divi
 def predict(answer: Any) -> None:
     psi = 70e9
     slips = [
-        Slip(16 * psi, "That is plain data parallelism: everything is divided by 64 now."),
+        Slip(16 * psi, "That is one rank of plain data parallelism, or all 64 of stage 3."),
         Slip((2 + 14 / 64) * psi, "That is stage 2: the parameters are divided, too."),
         Slip((4 + 12 / 64) * psi, "That is stage 1: gradients and parameters are divided, too."),
         Slip(12 * psi / 64, "That is the optimizer states alone."),
-        Slip(psi / 4 * 64, "That is all 64 ranks together: give one rank's bytes."),
         Slip(0.25, "That is bytes for one parameter: there are 70e9 of them."),
         Slip(0.25e9, "A quarter of a byte for each parameter: there are 70e9 of them."),
     ]
@@ -84,7 +83,7 @@ def gathered_layer(answer: Any) -> None:
     ],
 )
 def sharded_layer(answer: Any) -> None:
-    if not (isinstance(answer, tuple) and len(answer) == 2 and all(map(callable, answer))):
+    if not (isinstance(answer, tuple | list) and len(answer) == 2 and all(map(callable, answer))):
         raise Wrong("Two functions are needed.", 'Call check("07.3", (forward, backward)).')
     for rank, seen in enumerate(on_ranks(_trial, *answer)):
         _same(seen, rank)
@@ -94,6 +93,13 @@ def sharded_layer(answer: Any) -> None:
                 f"{seen.between - seen.inputs:,} bytes besides the inputs.",
                 "A whole weight is still alive: then it need not be gathered again, and this is "
                 "not stage 3. Keep nothing in forward; gather once more in backward.",
+                points=3,
+            )
+        if seen.kept > seen.budget // 3 // (RANKS - 1):
+            raise Wrong(
+                f"All is right, but the gradient shards of rank {rank} keep {seen.kept:,} bytes "
+                f"alive; they are {seen.budget // 3 // (RANKS - 1):,}.",
+                "A shard that is a view keeps the whole gradient: give it memory of its own.",
                 points=3,
             )
         if seen.sent["total"] > seen.budget:
@@ -118,6 +124,7 @@ class Seen:
     right_grads: list[Tensor]
     local_grads: list[Tensor]
     sent: dict[str, int]
+    kept: int
     budget: int
     between: int
     inputs: int
@@ -153,7 +160,7 @@ def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen
         output, grad = x, torch.ones_like(x)
         for layer in reversed(range(len(SHAPES))):
             back = backward(grad, kept_inputs[layer], shards[layer], SHAPES[layer], comm)
-            if not (isinstance(back, tuple) and len(back) == 2):
+            if not (isinstance(back, tuple | list) and len(back) == 2):
                 raise TypeError("backward must return two tensors: (grad_x, grad_shard)")
             rows, columns = len(grad), SHAPES[layer][1]
             grad, grad_shard = back
@@ -174,6 +181,7 @@ def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen
         right_grads=mine,
         local_grads=local,
         sent=sent,
+        kept=sum(g.untyped_storage().nbytes() for g in grads if isinstance(g, Tensor)),
         budget=3 * (RANKS - 1) * sum(shard.nbytes for shard in shards),
         between=between["total"] - between["parameters"],
         inputs=sum(t.nbytes for t in kept_inputs) + output.nbytes,
@@ -212,6 +220,8 @@ def _same(seen: Seen, rank: int) -> None:
                 "A rank keeps the gradient of its own shard alone: reduce-scatter the flat, padded "
                 "gradient.",
             )
+        if got.dtype != right.dtype:
+            raise Wrong(f"{where} is {got.dtype}; the weight is {right.dtype}.")
         if not torch.allclose(got, right, rtol=1e-4, atol=1e-4):
             raise Wrong(f"{where} is wrong.", _why(got, right, seen.local_grads[layer]))
 
@@ -221,6 +231,9 @@ def _why(got: Tensor, right: Tensor, local: Tensor) -> str:
         return "It is this rank's own gradient: it was never summed over ranks."
     if torch.allclose(got * RANKS, right, rtol=1e-4, atol=1e-4):
         return "You divided by N: the optimizer's step does that, with its scale."
+    rest = right != 0
+    if torch.allclose(got[rest], right[rest], rtol=1e-4, atol=1e-4):
+        return "The padding must be zero: torch.empty leaves in it what was there before."
     if torch.allclose(got.sort().values, right.sort().values, rtol=1e-4, atol=1e-4):
         return "The numbers are there, in another order: flatten (out, in) row by row."
     return "The weight's gradient is grad_y.T @ x, of shape (out, in), flattened row by row."

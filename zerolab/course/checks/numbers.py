@@ -28,14 +28,15 @@ class Slip:
 
 def read_bytes(answer: Any) -> float:
     """Bytes from a number (bytes) or a text such as "208 GB" or "193.7 GiB"; Wrong if neither."""
-    if isinstance(answer, bool) or not isinstance(answer, int | float | str):
+    if isinstance(answer, bool) or not (isinstance(answer, str) or hasattr(answer, "__float__")):
         raise Wrong(
             f"This is a {type(answer).__name__}, where a size is expected.",
             'Write bytes as a number, 208e9, or with a unit, "208 GB".',
         )
-    if isinstance(answer, int | float):
+    if not isinstance(answer, str):
         return float(answer)
     text = re.sub(r"\s*(per|a|each) (rank|gpu)$", "", answer.lower().strip())
+    text = re.sub(r",(?=\d{1,2}(\D|$))", ".", text)  # a decimal comma, not thousands
     found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?\d+)?)\s*([a-z]*)\s*", text)
     if not found or (found[2] or "bytes") not in UNITS:
         raise Wrong(f"{answer!r} is not a size.", 'Write a number and a unit, such as "208 GB".')
@@ -48,8 +49,8 @@ def read_number(answer: Any) -> float:
     try:
         if isinstance(answer, bool):
             raise TypeError
-        return float(Fraction(text) if text else answer)
-    except (TypeError, ValueError, ZeroDivisionError):
+        return float(Fraction(text) if "/" in text else text or answer)
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         raise Wrong(f"{answer!r} is not a number.", "Write it as 1.5, or 3 / 2.") from None
 
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from zerolab.course.checks.core import Wrong
+from zerolab.course.checks.core import STUB, Wrong, before_each_check
 from zerolab.practice.world import RankError, RankTimeout, World, start_server
 
 RANKS = 4
 TIMEOUT_S = 4.0
 _kept: list[World] = []
+_used: list[bool] = []
+
+
+@before_each_check
+def _renew() -> None:
+    """Whatever the last answer did to the ranks, the next one does not meet it."""
+    if not _used:
+        return
+    _used.clear()
+    try:
+        _kept[0].restart()
+    except RuntimeError:
+        _kept.clear()
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, ranks: list[int] | None = None) -> list[Any]:
@@ -22,15 +36,26 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: list[int] | None =
     if not _kept:
         start_server()
         _kept.append(World(RANKS, timeout=TIMEOUT_S))
+        _kept[0].private = True
+    _used.append(True)
     try:
         return _kept[0].run(function, *args, ranks=ranks)
     except RankTimeout as error:
         raise Wrong(
             f"The ranks did not come back within {TIMEOUT_S:g} seconds.",
-            "All ranks must call the same collectives in the same order; one waits for a call "
-            f"that another never makes.\n{error}",
+            "Either the code is still at work, or one rank waits for a collective that another "
+            f"never calls: all must call the same ones in the same order.\n{error}",
         ) from None
     except RankError as error:
-        if "NotImplementedError" in str(error):
-            raise NotImplementedError from None
-        raise Wrong(f"Your code stopped on {error}") from None
+        if f"NotImplementedError: {STUB}" in str(error):
+            raise NotImplementedError(STUB) from None
+        raise Wrong(f"Your code stopped on {error}{_own_line(error.where)}") from None
+
+
+def _own_line(where: str) -> str:
+    """The last line of the learner's own code in a rank's traceback, for the verdict."""
+    frames = re.findall(r"^  (?:File .*?, |Cell .*?, )line (\d+).*\n    (.*)$", where, re.MULTILINE)
+    files = re.findall(r"^  (File .*?|Cell .*?), line", where, re.MULTILINE)
+    own = [f for f, file in zip(frames, files, strict=False) if "zerolab" not in file]
+    own = [frame for frame in own if "site-packages" not in frame[1]]
+    return f", in line {own[-1][0]} of your cell: {own[-1][1].strip()}" if own else ""
