@@ -9,9 +9,9 @@ from zerolab.practice.meter import Meter, loopback_bytes
 WORLDS = [1, 2, 3, 4]
 
 
-def all_three(length, dtype):
+def all_three(length, dtype, native=False):
     """Runs on a rank: what each collective gives and sends for shards of `length` elements."""
-    comm = Comm()
+    comm = Comm(native)
     n = comm.world_size
     full = (torch.arange(n * length) % 100 + 1000 * comm.rank).to(dtype)
     reduced, shard, gathered = (
@@ -50,6 +50,23 @@ def test_collectives_give_exact_sums_and_send_the_ring_s_bytes(world_of, size, d
         assert sent["all_gather"]["all_gather"] == shard_bytes
         assert sent["all_reduce"]["all_reduce"] == 2 * shard_bytes
         assert sent["all_reduce"]["total"] == 2 * shard_bytes
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_native_collectives_give_the_same_sums_and_are_booked_alike(world_of, size):
+    ours = world_of(size).run(all_three, 5, torch.int64)
+    native = world_of(size).run(all_three, 5, torch.int64, native=True)
+    for (*tensors, sent), (*native_tensors, native_sent) in zip(ours, native, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tensors, native_tensors, strict=True))
+        assert sent == native_sent
+
+
+def backend_s_choice():
+    return Comm().native
+
+
+def test_gloo_gets_our_own_collectives(world_of):
+    assert world_of(2).run(backend_s_choice) == [False, False]
 
 
 def into_a_view():

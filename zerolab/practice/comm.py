@@ -31,10 +31,14 @@ class Comm:
 
     All ranks must call the same collectives in the same order with the same sizes. A "full"
     tensor is flat and its length is world_size times the shard's.
+
+    Under nccl the native collectives are used: they send no more than a ring does, and add in an
+    order and a precision of their own. `native` asks for them, or for ours, whatever the backend.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, native: bool | None = None) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.native = dist.get_backend() == "nccl" if native is None else native
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> None:
         """Writes the sum over ranks of this rank's part of `full` into `shard`.
@@ -48,6 +52,9 @@ class Comm:
     def start_reduce_scatter(self, shard: Tensor, full: Tensor) -> Finish:
         """Begins a reduce-scatter; the call of what it returns waits, and adds up in rank order."""
         self._same_length(shard, full)
+        if self.native and self.world_size > 1:
+            with sending_as("reduce_scatter"):
+                return _waiting(dist.reduce_scatter_single(shard, full, async_op=True))
         parts = {self.rank: shard_of(full, self.world_size, self.rank)}
         ops = []
         for peer in self._peers():
@@ -74,6 +81,9 @@ class Comm:
     def start_all_gather(self, full: Tensor, shard: Tensor) -> Finish:
         """Begins an all-gather; the call of what it returns waits for the other ranks' shards."""
         self._same_length(shard, full)
+        if self.native and self.world_size > 1:
+            with sending_as("all_gather"):
+                return _waiting(dist.all_gather_single(full, shard, async_op=True))
         ops = []
         for peer in self._peers():
             ops.append(P2POp(isend, shard, peer))
@@ -124,6 +134,13 @@ class Comm:
             raise ValueError(f"{sizes}: on {n} ranks full must be {n} shards long. Pad it first.")
         if shard.dtype != full.dtype:
             raise ValueError(f"full is {full.dtype}, shard {shard.dtype}: make them of one dtype.")
+
+
+def _waiting(work: dist.Work) -> Finish:
+    def wait() -> None:
+        work.wait()
+
+    return wait
 
 
 def sum_in_rank_order(parts: list[Tensor], out: Tensor | None = None) -> Tensor:
