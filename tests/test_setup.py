@@ -77,6 +77,8 @@ def checkout(tmp_path):
 def make(checkout: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["make", "--no-print-directory", *args],
+        # the tests themselves may run under make, which would have a word in this
+        env={k: v for k, v in os.environ.items() if not k.startswith("MAKE") and k != "MFLAGS"},
         cwd=checkout,
         stdin=subprocess.DEVNULL,
         capture_output=True,
