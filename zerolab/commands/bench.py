@@ -46,12 +46,11 @@ def _text(result: dict[str, Any]) -> str:
     for p in result["pairs"]:
         row = f"{p['ours']:9}{p['peer']:20}{p['precision']:10}"
         lines.append(f"{row}{p['ratio']:7.2f}{p['cpu_ratio']:7.2f}")
-    title = f"{'bytes per parameter':22}{'held after a step':>18}{'sent':>8}{'on the wire':>13}"
+    title = f"{'bytes per parameter':22}{'sent':>8}{'on the wire':>13}"
     lines += ["", title]
     for name, e in result["engines"].items():
         wire = e["wire_bytes_per_parameter"]
         shown = "unknown" if wire is None else f"{wire:.2f}"
-        held, sent = e["held_bytes_per_parameter"], e["sent_bytes_per_parameter"]
-        lines.append(f"{name:22}{held:18.2f}{sent:8.2f}{shown:>13}")
+        lines.append(f"{name:22}{e['sent_bytes_per_parameter']:8.2f}{shown:>13}")
     versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
     return "\n".join([*lines, "", f"peers: {versions}"])

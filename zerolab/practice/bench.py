@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from zerolab.practice import data
 from zerolab.practice.comm import Comm
-from zerolab.practice.gpt import GPT, GPTConfig
+from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.measure import STAGES
 from zerolab.practice.meter import Meter, loopback_bytes
 from zerolab.practice.peers import PEERS, Step, versions
@@ -42,13 +43,12 @@ class Timing:
     wall_s: list[float]
     cpu_s: list[float]
     loss: float
-    held_bytes: int  # all live tensors after the step
     sent_bytes: int  # what this rank handed to others, as its ring algorithms would send it
     wire_bytes: int | None  # what the loopback carried, all ranks together
 
 
-def _ours(stage: int, recipe: str, options: dict[str, Any]) -> Step:
-    model = GPT(MODEL)
+def _ours(config: GPTConfig, stage: int, recipe: str, options: dict[str, Any]) -> Step:
+    model = GPT(config)
     engine = STAGES[stage](model, Comm(), recipe=recipe, **options)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -60,22 +60,27 @@ def _ours(stage: int, recipe: str, options: dict[str, Any]) -> Step:
     return step
 
 
-def race(rounds: int) -> dict[str, Timing]:
+def _theirs(peer: str, config: GPTConfig) -> Step:
+    return PEERS[peer](GPT(config))
+
+
+def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
     """Runs every engine on this rank, in turn; call it on all ranks."""
     makers: dict[str, Any] = {}
     for ours, stage, recipe, options, peer, precision in PAIRS:
         if peer in PEERS:
-            makers[f"{ours} {precision}"] = lambda s=stage, r=recipe, o=options: _ours(s, r, o)
-            makers[peer] = lambda p=peer: PEERS[p](GPT(MODEL))
+            makers[f"{ours} {precision}"] = lambda s=stage, r=recipe, o=options: _ours(
+                config, s, r, o
+            )
+            makers[peer] = partial(_theirs, peer, config)
     rank, size = dist.get_rank(), dist.get_world_size()
     sequences = max(1, SEQUENCES // size)
-    steps, held, counted = {}, {}, {}
+    steps: dict[str, Step] = {}
+    counted: dict[str, tuple[int, int | None]] = {}
     for name, make in makers.items():
-        with Meter() as meter:
-            steps[name] = make()
-            for at in range(2):
-                steps[name](*data.batch(at, rank, size, sequences, LINES))
-            held[name] = meter.held()["total"]
+        steps[name] = make()
+        for at in range(2):
+            steps[name](*data.batch(at, rank, size, sequences, LINES))
         counted[name] = _count(steps[name], data.batch(2, rank, size, sequences, LINES))
     wall: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}
@@ -90,8 +95,7 @@ def race(rounds: int) -> dict[str, Timing]:
             dist.barrier()
             wall[name].append(time.perf_counter() - began)
     return {
-        name: Timing(wall[name], cpu[name], losses[name].item(), held[name], *counted[name])
-        for name in steps
+        name: Timing(wall[name], cpu[name], losses[name].item(), *counted[name]) for name in steps
     }
 
 
@@ -112,9 +116,11 @@ def _at_rest() -> int | None:
     return counter
 
 
-def summary(ranks: int, results: list[dict[str, Timing]]) -> dict[str, Any]:
+def summary(
+    ranks: int, results: list[dict[str, Timing]], config: GPTConfig = MODEL
+) -> dict[str, Any]:
     """Ratios and bytes from every rank's timings; ratios below 1 mean that ours is faster."""
-    params = sum(p.numel() for p in GPT(MODEL).parameters())
+    params = num_parameters(GPT(config))
     pairs = []
     for ours, _, _, _, peer, precision in PAIRS:
         if peer not in results[0]:
@@ -135,7 +141,6 @@ def summary(ranks: int, results: list[dict[str, Timing]]) -> dict[str, Any]:
             "median_s": round(statistics.median(first.wall_s), 4),
             "cpu_s": round(statistics.median(_cpu(results, name)), 4),
             "loss": round(first.loss, 4),
-            "held_bytes_per_parameter": round(first.held_bytes / params, 3),
             "sent_bytes_per_parameter": round(first.sent_bytes / params, 3),
             "wire_bytes_per_parameter": first.wire_bytes
             and round(first.wire_bytes / ranks / params, 3),

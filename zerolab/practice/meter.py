@@ -100,6 +100,8 @@ class Meter(TorchDispatchMode):
     def see(self, tensor: Tensor) -> None:
         """Looks at a tensor's storage: is it new, has it another size or another label?"""
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # shapes without memory, such as DTensor plans with
+            return
         key = storage._cdata
         if key not in self._live:
             weakref.finalize(storage, self._forget, key).atexit = False
