@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from zerolab.course.checks.core import STUB, Wrong, before_each_check
@@ -54,8 +55,12 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: list[int] | None =
 
 def _own_line(where: str) -> str:
     """The last line of the learner's own code in a rank's traceback, for the verdict."""
-    frames = re.findall(r"^  (?:File .*?, |Cell .*?, )line (\d+).*\n    (.*)$", where, re.MULTILINE)
-    files = re.findall(r"^  (File .*?|Cell .*?), line", where, re.MULTILINE)
-    own = [f for f, file in zip(frames, files, strict=False) if "zerolab" not in file]
-    own = [frame for frame in own if "site-packages" not in frame[1]]
+    found = re.findall(r"^  (.*?),? line (\d+).*\n    (.*)$", where, re.MULTILINE)
+    own = [(line, source) for file, line, source in found if not _is_library(file)]
     return f", in line {own[-1][0]} of your cell: {own[-1][1].strip()}" if own else ""
+
+
+def _is_library(file: str) -> bool:
+    """Whether a traceback's file is this package's or an installed one."""
+    package = str(Path(__file__).parents[2])
+    return package in file or "site-packages" in file
