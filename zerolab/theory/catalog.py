@@ -174,8 +174,8 @@ _NODES = (
     Cluster("dgx2", 16, 1, "v100-32", 15 * 10**11, 28 * 10**12, 3e9, 25e9, 100e9,
             "ZeRO-Infinity figure 2b and §5.2; eight EDR links"),
     Cluster("dgx-a100", 8, 1, "a100-80", 2 * 10**12, 30 * 10**12, 15.5e9, 25e9, 200e9,
-            "secondary pages, unchecked: 2 TB, 30 TB, 8 x 200 Gb/s; MLPerf v3.0, DGX A100: two GPUs share a "
-            "PCIe 4 bridge; disk speed unchecked, the DGX-2's"),
+            "unchecked: 2 TB, 30 TB, 8 x 200 Gb/s; MLPerf v3.0, DGX A100: two GPUs "
+            "share a PCIe 4 bridge; disk speed unchecked, the DGX-2's"),
     Cluster("dgx-h100", 8, 1, "h100-80", 2 * 10**12, 30720 * 10**9, 63e9, 25e9, 400e9,
             "NVIDIA DGX BasePOD: 2 TB, 8 x 3.84 TB, 8 x 400 Gb/s; MLPerf, DGX H100: each GPU has "
             "a PCIe 5 link, here at its peak; disk speed unchecked, the DGX-2's"),
