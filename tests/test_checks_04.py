@@ -10,7 +10,7 @@ def stub(*_):
     raise NotImplementedError("your code here")
 
 
-def judged(number, answer, points, *words):
+def expect(number, answer, points, *words):
     verdict = check(number, answer)
     assert float(verdict) == points, str(verdict)
     for word in words:
@@ -21,12 +21,12 @@ def judged(number, answer, points, *words):
 @pytest.mark.parametrize("number", ["04.1", "04.2", "04.3"])
 @pytest.mark.parametrize("answer", [stub, None, ...])
 def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
-    assert judged(number, answer, 0, "not attempted").status == "not attempted"
+    assert expect(number, answer, 0, "not attempted").status == "not attempted"
 
 
 @pytest.mark.parametrize("answer", ["208 GB", 208e9, "193.7 GiB", "0.208 TB", lambda: "208 GB"])
 def test_04_1_passes(answer):
-    judged("04.1", answer, 1, "passed")
+    expect("04.1", answer, 1, "passed")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_04_1_passes(answer):
     ],
 )
 def test_04_1_near_misses_are_named(answer, words):
-    judged("04.1", answer, 0, words)
+    expect("04.1", answer, 0, words)
 
 
 def bytes_alive(tensors):
@@ -58,7 +58,7 @@ def bytes_alive(tensors):
 
 
 def test_04_2_passes():
-    judged("04.2", bytes_alive, 2, "passed")
+    expect("04.2", bytes_alive, 2, "passed")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_04_2_passes():
     ],
 )  # fmt: skip
 def test_04_2_near_misses_are_named(answer, words):
-    judged("04.2", answer, 0, words)
+    expect("04.2", answer, 0, words)
 
 
 def states(weights, **other):
@@ -114,7 +114,7 @@ def without_master(weights):
 
 @pytest.mark.parametrize("answer", [states, lambda w: states(w, master=w)])
 def test_04_3_passes(answer):
-    judged("04.3", answer, 3, "passed")
+    expect("04.3", answer, 3, "passed")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_04_3_passes(answer):
     ],
 )
 def test_04_3_near_misses_are_named(answer, words):
-    judged("04.3", answer, 0, words)
+    expect("04.3", answer, 0, words)
 
 
 def test_an_unknown_exercise_is_answered_with_the_nearest_ids():

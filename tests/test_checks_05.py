@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_checks_04 import judged, stub
+from test_checks_04 import expect, stub
 
 from zerolab import check, hint
 from zerolab.practice.sharding import shard_of
@@ -12,15 +12,15 @@ from zerolab.practice.stage1 import Stage1
 @pytest.mark.parametrize("number", ["05.1", "05.2", "05.3", "05.4", "05.5"])
 @pytest.mark.parametrize("answer", [stub, None, ...])
 def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
-    judged(number, answer, 0, "not attempted")
+    expect(number, answer, 0, "not attempted")
 
 
 def test_05_1_prediction():
-    judged("05.1", lambda: 7, 1, "passed")
+    expect("05.1", lambda: 7, 1, "passed")
     for wrong, words in [(16, "plain data parallelism"), (4, "stage 3"), (5.5, "eight ranks"),
                          (3, "optimizer states alone"), (6, "master weights"),
                          (28, "one rank's bytes")]:  # fmt: skip
-        judged("05.1", lambda wrong=wrong: wrong, 0, words)
+        expect("05.1", lambda wrong=wrong: wrong, 0, words)
 
 
 def own_slice(numel, world_size, rank):
@@ -77,8 +77,8 @@ def overlapping(numel, world_size, rank):
     ],
 )
 def test_05_2_near_misses_are_named(answer, words):
-    judged("05.2", own_slice, 2, "passed")
-    judged("05.2", answer, 0, words)
+    expect("05.2", own_slice, 2, "passed")
+    expect("05.2", answer, 0, words)
 
 
 def own_states(weights, world_size, rank):
@@ -127,8 +127,8 @@ def moments_of_weights(weights, world_size, rank):
     ],
 )
 def test_05_3_near_misses_are_named(answer, words):
-    judged("05.3", own_states, 2, "passed")
-    assert words.lower() in str(judged("05.3", answer, 0)).lower()
+    expect("05.3", own_states, 2, "passed")
+    assert words.lower() in str(expect("05.3", answer, 0)).lower()
 
 
 def step(own, comm):
@@ -210,7 +210,7 @@ def asks_for_its_step(own, comm):
 
 
 def test_05_4_passes():
-    judged("05.4", step, 4, "passed")
+    expect("05.4", step, 4, "passed")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_05_4_passes():
     ],
 )
 def test_05_4_near_misses_are_named(answer, points, words):
-    judged("05.4", answer, points, words)
+    expect("05.4", answer, points, words)
 
 
 def test_05_4_native_all_reduce_is_seen_too():
@@ -238,19 +238,19 @@ def test_05_4_native_all_reduce_is_seen_too():
 
 
 def test_05_4_calling_the_package_s_own_stage_is_no_answer():
-    judged("05.4", uses_the_package, 0, "yourself")
-    judged("05.4", asks_for_its_step, 0, "no attribute 'step'")
+    expect("05.4", uses_the_package, 0, "yourself")
+    expect("05.4", asks_for_its_step, 0, "no attribute 'step'")
 
 
 def test_05_4_works_again_after_a_hang():
-    judged("05.4", one_rank_skips, 0)
-    judged("05.4", step, 4)
+    expect("05.4", one_rank_skips, 0)
+    expect("05.4", step, 4)
 
 
 def test_05_2_takes_lists_and_other_integers():
     import numpy as np
 
-    judged("05.2", lambda n, w, r: [np.int64(x) for x in own_slice(n, w, r)], 2)
+    expect("05.2", lambda n, w, r: [np.int64(x) for x in own_slice(n, w, r)], 2)
 
 
 def rebinds(own, comm):
@@ -278,14 +278,14 @@ def changes_the_default(own, comm):
 
 
 def test_05_4_more_near_misses():
-    judged("05.4", rebinds, 0, "another tensor")
-    judged("05.4", sums_in_another_order, 0, "up to rounding")
+    expect("05.4", rebinds, 0, "another tensor")
+    expect("05.4", sums_in_another_order, 0, "up to rounding")
 
 
 @pytest.mark.parametrize("answer", [leaves_a_send_behind, changes_the_default, one_rank_skips])
 def test_what_an_answer_does_to_the_ranks_does_not_reach_the_next(answer):
     check("05.4", answer)
-    judged("05.4", step, 4)
+    expect("05.4", step, 4)
 
 
 def test_the_checks_own_world_is_not_the_notebook_s():
@@ -303,8 +303,8 @@ def test_an_answer_that_exits_or_never_ends_gets_a_verdict(monkeypatch):
         while True:
             pass
 
-    judged("05.2", lambda *_: exit(3), 0, "SystemExit")
-    judged("05.2", for_ever, 0, "did not end")
+    expect("05.2", lambda *_: exit(3), 0, "SystemExit")
+    expect("05.2", for_ever, 0, "did not end")
 
 
 def not_implemented_in_torch(own, comm):
@@ -312,19 +312,19 @@ def not_implemented_in_torch(own, comm):
 
 
 def test_only_the_stub_counts_as_not_attempted():
-    judged("05.4", not_implemented_in_torch, 0, "not yet", "in line")
+    expect("05.4", not_implemented_in_torch, 0, "not yet", "in line")
 
 
 def test_05_5_numbers():
-    judged("05.5", lambda: "71.5 GB", 1)
-    judged("05.5", "66.59 GiB", 1)
-    judged("05.5", "71,5 GB", 1)
-    judged("05.5", "71,500,000,000 bytes", 1)
+    expect("05.5", lambda: "71.5 GB", 1)
+    expect("05.5", "66.59 GiB", 1)
+    expect("05.5", "71,5 GB", 1)
+    expect("05.5", "71,500,000,000 bytes", 1)
     for wrong, words in [("208 GB", "plain data"), ("26 GB", "stage 3"), ("48.75 GB", "stage 2"),
                          ("19.5 GB", "optimizer states alone"), ("572 GB", "all ranks together"),
                          ("65 GB", "master copy"), ("52 GB", "limit"), ("66.59 GB", "GiB"),
                          (71.5, "number of GB")]:  # fmt: skip
-        judged("05.5", wrong, 0, words)
+        expect("05.5", wrong, 0, words)
 
 
 def test_hints_unfold_one_inside_the_other():

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_checks_04 import judged, stub
+from test_checks_04 import expect, stub
 
 
 @pytest.mark.parametrize("number", ["06.1", "06.2", "06.3", "06.4"])
 @pytest.mark.parametrize("answer", [stub, None])
 def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
-    judged(number, answer, 0, "not attempted")
+    expect(number, answer, 0, "not attempted")
 
 
 def reduced(unit, comm):
@@ -97,8 +97,8 @@ def one_rank_skips(unit, comm):
 
 
 def test_06_2_passes():
-    judged("06.2", solution, 4, "passed")
-    judged("06.2", deletes, 4, "passed")
+    expect("06.2", solution, 4, "passed")
+    expect("06.2", deletes, 4, "passed")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_06_2_passes():
     ],
 )
 def test_06_2_near_misses_are_named(answer, points, words):
-    judged("06.2", answer, points, words)
+    expect("06.2", answer, points, words)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,6 @@ def test_06_2_near_misses_are_named(answer, points, words):
     ],
 )  # fmt: skip
 def test_numbers_and_their_near_misses(number, right, wrong):
-    judged(number, lambda: right, 1, "passed")
+    expect(number, lambda: right, 1, "passed")
     for answer, words in wrong:
-        judged(number, answer, 0, words)
+        expect(number, answer, 0, words)

@@ -4,13 +4,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from test_checks_04 import judged, stub
+from test_checks_04 import expect, stub
 
 
 @pytest.mark.parametrize("number", ["07.1", "07.2", "07.3", "07.4"])
 def test_the_empty_stub_fails_and_is_called_not_attempted(number):
-    judged(number, (stub, stub) if number == "07.3" else stub, 0, "not attempted")
-    judged(number, None, 0, "not attempted")
+    expect(number, (stub, stub) if number == "07.3" else stub, 0, "not attempted")
+    expect(number, None, 0, "not attempted")
 
 
 def whole_weight(shard, shape, comm):
@@ -111,14 +111,14 @@ def wrong_shape(x, shard, shape, comm):
 
 
 def test_07_3_passes():
-    judged("07.3", (forward, backward), 5, "passed")
-    judged("07.3", [forward, backward], 5, "passed")
+    expect("07.3", (forward, backward), 5, "passed")
+    expect("07.3", [forward, backward], 5, "passed")
 
 
 @pytest.mark.parametrize("answer", ["3/2", "1.5x", Fraction(3, 2), 1.5])
 def test_07_4_reads_a_ratio_as_people_write_it(answer):
-    judged("07.4", answer, 1, "passed")
-    judged("07.4", "1e400", 0)
+    expect("07.4", answer, 1, "passed")
+    expect("07.4", "1e400", 0)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_07_4_reads_a_ratio_as_people_write_it(answer):
     ],
 )
 def test_07_3_near_misses_are_named(answer, points, words):
-    judged("07.3", answer, points, words)
+    expect("07.3", answer, points, words)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,6 @@ def test_07_3_near_misses_are_named(answer, points, words):
     ],
 )  # fmt: skip
 def test_numbers_and_their_near_misses(number, right, wrong):
-    judged(number, lambda: right, 1, "passed")
+    expect(number, lambda: right, 1, "passed")
     for answer, words in wrong:
-        judged(number, answer, 0, words)
+        expect(number, answer, 0, words)

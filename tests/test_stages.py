@@ -12,7 +12,7 @@ RANKS = [1, 2, 3, 4]
 FAST = {"overlap": True, "prefetch": True}
 
 
-def agrees(compared):
+def expect_agreement(compared):
     """Everything that must be equal is, and training trains."""
     assert compared.held_bytes["predicted"] == compared.held_bytes["measured"]
     assert compared.sent_bytes["predicted"] == compared.sent_bytes["measured"]
@@ -26,7 +26,7 @@ def agrees(compared):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_derived_is_counted_and_bits_are_those_of_one_process(world_of, stage, ranks, recipe):
-    compared = agrees(measure(stage, ranks, recipe, steps=4, world=world_of(ranks)))
+    compared = expect_agreement(measure(stage, ranks, recipe, steps=4, world=world_of(ranks)))
     assert compared.params % ranks or ranks == 1  # the size does not divide
     assert compared.control_bytes == 0
     assert compared.losses[-1] < compared.losses[0]
@@ -35,7 +35,7 @@ def test_derived_is_counted_and_bits_are_those_of_one_process(world_of, stage, r
 @pytest.mark.parametrize("ranks", [5, 7, 8])
 @pytest.mark.parametrize("stage", STAGES)
 def test_more_ranks_than_cores_change_nothing(world_of, stage, ranks):
-    agrees(measure(stage, ranks, steps=2, world=world_of(ranks), engine=fast(stage)))
+    expect_agreement(measure(stage, ranks, steps=2, world=world_of(ranks), engine=fast(stage)))
 
 
 def fast(stage):
@@ -56,14 +56,14 @@ def fast(stage):
     ids=lambda more: "-".join(more),
 )
 def test_all_that_training_needs_changes_no_bit(world_of, stage, more):
-    agrees(measure(stage, 3, steps=3, world=world_of(3), **more))
+    expect_agreement(measure(stage, 3, steps=3, world=world_of(3), **more))
 
 
 @pytest.mark.parametrize(
     "engine", [{"overlap": True}, {"prefetch": True}, {"overlap": True, "prefetch": True}]
 )
 def test_overlap_and_prefetch_send_the_same_bytes_and_change_no_bit(world_of, engine):
-    agrees(measure(3, 4, steps=3, world=world_of(4), engine=engine, micro_batches=2))
+    expect_agreement(measure(3, 4, steps=3, world=world_of(4), engine=engine, micro_batches=2))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
