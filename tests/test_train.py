@@ -11,8 +11,8 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from test_cli import run
 
-from zerolab.cli import main
 from zerolab.practice import data
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.gpt import GPT, GPTConfig
@@ -248,15 +248,6 @@ def test_right_answers_are_whole_sums_only():
 
 
 # ---- the command
-
-
-def run(capsys, line):
-    try:
-        code = main(line.split())
-    except SystemExit as stop:  # argparse
-        code = stop.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_train_saves_resumes_at_another_stage_and_keeps_the_curve(capsys, tmp_path):

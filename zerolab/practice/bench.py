@@ -19,8 +19,8 @@ import torch.distributed as dist
 from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
-from zerolab.practice.measure import STAGES
-from zerolab.practice.meter import Meter, loopback_bytes
+from zerolab.practice.measure import STAGES, loopback_at_rest
+from zerolab.practice.meter import Meter
 from zerolab.practice.peers import PEERS, Step, versions
 
 MODEL = GPTConfig(context=128, width=384, layers=6, heads=6)  # 10.7 million parameters
@@ -69,9 +69,7 @@ def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
     makers: dict[str, Any] = {}
     for ours, stage, recipe, options, peer, precision in PAIRS:
         if peer in PEERS:
-            makers[f"{ours} {precision}"] = lambda s=stage, r=recipe, o=options: _ours(
-                config, s, r, o
-            )
+            makers[f"{ours} {precision}"] = partial(_ours, config, stage, recipe, options)
             makers[peer] = partial(_theirs, peer, config)
     rank, size = dist.get_rank(), dist.get_world_size()
     sequences = max(1, SEQUENCES // size)
@@ -100,20 +98,12 @@ def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
 
 
 def _count(step: Step, batch: Any) -> tuple[int, int | None]:
-    before = _at_rest()
+    before = loopback_at_rest()
     with Meter() as meter:
         step(*batch)
-    after = _at_rest()
+    after = loopback_at_rest()
     wire = None if before is None or after is None else after - before
     return meter.sent_bytes()["total"], wire
-
-
-def _at_rest() -> int | None:
-    dist.barrier()
-    time.sleep(0.02)
-    counter = loopback_bytes()
-    dist.barrier()
-    return counter
 
 
 def summary(

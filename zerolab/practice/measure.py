@@ -81,7 +81,7 @@ def count(job: Job) -> Count:
     with Meter() as meter:
         engine = STAGES[job.stage](model, comm, job.options, job.recipe, **job.engine)
         losses = []
-        before = _loopback_at_rest()
+        before = loopback_at_rest()
         for step in range(job.steps):
             if step == job.steps - 1:
                 meter.reset_peak()
@@ -94,7 +94,7 @@ def count(job: Job) -> Count:
                 del loss
             held = meter.held()
             engine.step(job.max_norm)
-        after = _loopback_at_rest()
+        after = loopback_at_rest()
     weights, working = _whole(engine, comm)
     return Count(
         params=params,
@@ -191,7 +191,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def _loopback_at_rest() -> int | None:
+def loopback_at_rest() -> int | None:
     """The loopback counter at a moment when no rank is sending."""
     dist.barrier()
     time.sleep(0.02)

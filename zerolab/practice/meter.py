@@ -194,19 +194,3 @@ def loopback_bytes() -> int | None:
     except OSError:
         pass
     return None
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's own elements."""
-    return tensor.numel() * tensor.element_size()
-
-
-__all__ = [
-    "COLLECTIVES",
-    "KINDS",
-    "Meter",
-    "bytes_of",
-    "label",
-    "loopback_bytes",
-    "sending_as",
-]

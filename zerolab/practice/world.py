@@ -42,7 +42,6 @@ GRACE_S = 0.2  # for the other ranks to report errors of their own, after a firs
 STOP_LIMIT_S = 3.0  # for a rank to leave what it runs; after that it is restarted
 LOOK_LIMIT_S = 1.0  # for a watchdog to answer
 Outcome = bytes | Failure | int  # of a call on a rank: pickled value, what went wrong, exit code
-_free_bytes = launch.free_bytes  # the doctor's
 _ages = itertools.count()
 _worlds: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # oldest first
 

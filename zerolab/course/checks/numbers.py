@@ -59,9 +59,7 @@ def expect_number(answer: Any, right: float, what: str, slips: list[Slip]) -> No
     value = read_number(answer() if callable(answer) else answer)
     if math.isclose(value, right, rel_tol=0.005):
         return
-    for slip in slips:
-        if math.isclose(value, slip.value, rel_tol=0.005):
-            raise Wrong(f"{what}: {value:g} is not it.", slip.misconception)
+    _recognise(value, slips, f"{what}: {value:g} is not it.")
     raise Wrong(f"{what}: {value:g} is not it.", "Write both down before you divide.")
 
 
@@ -79,13 +77,18 @@ def expect_bytes(answer: Any, right: float, what: str, slips: list[Slip]) -> Non
         Slip(right * 2**30 / 1e9, "You multiplied by 2^30: 1 GB is 1e9 bytes, 1 GiB is 2^30."),
         Slip(right / 1e9, 'That is the number of GB: give bytes, or write the unit, "… GB".'),
     ]
-    for slip in [*slips, *general]:
-        if math.isclose(value, slip.value, rel_tol=0.005):
-            raise Wrong(f"{what}: {_show(value)} is not it.", slip.misconception)
+    _recognise(value, [*slips, *general], f"{what}: {_show(value)} is not it.")
     if math.isclose(value, right, rel_tol=0.02):
         raise Wrong(f"{what}: {_show(value)} is near.", "It is rounded too coarsely: three digits.")
     much = "too much" if value > right else "too little"
     raise Wrong(f"{what}: {_show(value)} is {much}.", "Write the sum down part by part.")
+
+
+def _recognise(value: float, slips: list[Slip], difference: str) -> None:
+    """Raises Wrong, with its misconception, where the value comes from a known slip."""
+    for slip in slips:
+        if math.isclose(value, slip.value, rel_tol=0.005):
+            raise Wrong(difference, slip.misconception)
 
 
 def _show(value: float) -> str:
