@@ -106,6 +106,16 @@ def shares_moments(weights):
     return states(weights, momentum=zeros, variance=zeros)
 
 
+def shares_moments_beside_another_buffer(weights):
+    kept_alive.append(weights * 2)
+    return shares_moments(weights)
+
+
+def overlapping_moments(weights):
+    both = torch.zeros(len(weights) + 1)
+    return states(weights, momentum=both[:-1], variance=both[1:])
+
+
 def without_master(weights):
     made = states(weights)
     del made["master"]
@@ -122,6 +132,9 @@ def test_04_3_passes(answer):
     [
         (without_master, "exactly these five"),
         (shares_moments, "share their memory"),
+        (shares_moments_beside_another_buffer, "momentum share their memory"),
+        (overlapping_moments, "momentum share their memory"),
+        (lambda w: states(w, variance=torch.zeros(1).expand(len(w))), "many times over"),
         (keeps_something, "Something else is still held"),
         (lambda w: states(w, gradients=torch.zeros_like(w)), "16 bits"),
         (lambda w: states(w, momentum=torch.zeros_like(w).bfloat16()), "running averages"),
@@ -140,3 +153,13 @@ def test_04_3_near_misses_are_named(answer, words):
 def test_an_unknown_exercise_is_answered_with_the_nearest_ids():
     with pytest.raises(ValueError, match=r"did you mean .*04\.2"):
         check("4.2", None)
+
+
+def without_gradients(weights):
+    torch.set_grad_enabled(False)
+    return states(weights)
+
+
+def test_an_answer_that_switches_gradients_off_does_so_for_itself_alone():
+    expect("04.3", without_gradients, 3, "passed")
+    assert torch.is_grad_enabled()

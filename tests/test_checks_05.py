@@ -109,6 +109,18 @@ def always_first(weights, world_size, rank):
     return own_states(weights, world_size, 0)
 
 
+def four_written_out(weights, world_size, rank):
+    return own_states(weights, 4, rank)
+
+
+def shared_beside_another(weights, world_size, rank):
+    kept_alive.append(own_states(weights, world_size, rank)[0])
+    return shared_moments(weights, world_size, rank)
+
+
+kept_alive = []
+
+
 def moments_of_weights(weights, world_size, rank):
     master, _, variance = own_states(weights, world_size, rank)
     return master, master.clone(), variance
@@ -120,6 +132,8 @@ def moments_of_weights(weights, world_size, rank):
         (view, "keeps the whole tensor"),
         (whole, "plain data parallelism"),
         (shared_moments, "share their memory"),
+        (shared_beside_another, "share their memory"),
+        (four_written_out, "the shard (1001,)"),
         (small_moments, "all three states are fp32"),
         (always_first, "slice of rank 0"),
         (moments_of_weights, "do not start from zero"),
@@ -192,6 +206,13 @@ def keeps_a_copy(own, comm):
     own.adamw.kept = own.full_grads.clone()
 
 
+def scales_for_four(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1 / 4)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
 def raises(own, comm):
     own.grads.sum()
 
@@ -224,6 +245,7 @@ def test_05_4_passes():
         (gathers_fp32, 2, "gather param_shard"),
         (keeps_a_copy, 2, "still referenced"),
         (lambda own, comm: None, 0, "Nothing was updated"),
+        (scales_for_four, 0, "On three: "),
         (raises, 0, "AttributeError"),
         (one_rank_skips, 0, "did not come back"),
         (lambda own: None, 0, "TypeError"),

@@ -31,6 +31,12 @@ def solution(unit, comm):
     keep(unit, reduced(unit, comm))
 
 
+def takes_a_quarter(unit, comm):
+    shard = torch.empty(len(unit.full_grads) // 4, dtype=unit.full_grads.dtype)
+    comm.reduce_scatter(shard, unit.full_grads)
+    keep(unit, shard)
+
+
 def keeps_the_whole(unit, comm):
     unit.kept = unit.full_grads
     solution(unit, comm)
@@ -104,6 +110,7 @@ def test_06_2_passes():
 @pytest.mark.parametrize(
     ("answer", "points", "words"),
     [
+        (takes_a_quarter, 0, "comm.world_size"),
         (keeps_the_whole, 2, "this is stage 1"),
         (keeps_a_view, 2, "this is stage 1"),
         (keeps_a_view_of_the_first, 2, "this is stage 1"),

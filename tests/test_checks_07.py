@@ -102,6 +102,12 @@ def transposed(grad_y, x, shard, shape, comm):
     return grad_x, reduced(flat_grad(x.T @ grad_y, shard, comm), shard, comm)
 
 
+def gathers_four(x, shard, shape, comm):
+    flat = torch.empty(len(shard) * 4)
+    comm.all_gather(flat, shard)
+    return x @ flat[: shape[0] * shape[1]].view(shape).T
+
+
 def uses_the_shard(x, shard, shape, comm):
     return x @ shard[: shape[0] * shape[1]].view(shape).T
 
@@ -134,6 +140,7 @@ def test_07_4_reads_a_ratio_as_people_write_it(answer):
         ((forward, whole_gradient), 0, "own shard alone"),
         ((forward, forgets_padding), 0, "Pad it first"),
         ((forward, transposed), 0, "grad_y.T @ x"),
+        ((gathers_four, backward), 0, "comm.world_size"),
         ((uses_the_shard, backward), 0, "invalid for input"),
         ((wrong_shape, backward), 0, "y = x @ weight.T"),
         ((forward, lambda *_: None), 0, "two tensors"),

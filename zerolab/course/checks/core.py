@@ -12,6 +12,7 @@ import difflib
 import html
 import linecache
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -146,7 +147,7 @@ def check(number: str, answer: Any) -> Verdict:
     for action in _before:
         action()
     try:
-        with _limited():
+        with _limited(), _same_torch():
             task.judge(answer)
     except NotImplementedError as error:
         if str(error) in (STUB, ""):
@@ -164,6 +165,12 @@ def check(number: str, answer: Any) -> Verdict:
 def _verdict(task: Exercise, points: float, status: str, words: str) -> Verdict:
     head = f"{task.number} {task.title}: {status}, {points:g} of {task.points} points"
     return Verdict(points, status, f"{head}\n{words}".strip())
+
+
+def _same_torch() -> contextlib.AbstractContextManager[Any]:
+    """Gradients are on inside, and afterwards as before, whatever an answer leaves behind."""
+    torch = sys.modules.get("torch")  # a lesson of formulas may do without it
+    return torch.enable_grad() if torch else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -115,17 +115,30 @@ def make_states(answer: Any) -> None:
         gc.collect()
         held = meter.held()["total"]
     _well_formed(states, start)
+    expect_own_memory(states)
     right = 16 * start.numel()
-    if held < right:
-        raise Wrong(
-            f"Your states take {held / start.numel():.4g} bytes a parameter, not 16.",
-            "Two of the five share their memory: an update of one would change the other.",
-        )
     if held > right:
         raise Wrong(
             f"Your function leaves {held} bytes alive for 1001 parameters; {right} are the states.",
             "Something else is still held, such as a copy that nobody needs any more.",
         )
+
+
+def expect_own_memory(pieces: dict[str, Tensor]) -> None:
+    """Raises Wrong where two of the tensors lie in the same memory, wholly or in part."""
+    seen: dict[int, str] = {}
+    for name, piece in pieces.items():
+        if piece.untyped_storage().nbytes() < piece.numel() * piece.element_size():
+            raise Wrong(
+                f"{name} shows a few bytes many times over.",
+                "An expanded tensor has no memory for each of its elements: make it with zeros.",
+            )
+        other = seen.setdefault(piece.untyped_storage().data_ptr(), name)
+        if other != name:
+            raise Wrong(
+                f"{name} and {other} share their memory.",
+                "An update of one would change the other, or keep it alive: give each its own.",
+            )
 
 
 def _well_formed(states: Any, start: Tensor) -> None:

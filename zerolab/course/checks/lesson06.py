@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
 from zerolab.course.checks.numbers import Slip, expect_bytes
-from zerolab.course.checks.on_ranks import RANKS, on_ranks
+from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
 from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
@@ -58,7 +58,11 @@ def predict(answer: Any) -> None:
     ],
 )
 def send_to_owners(answer: Any) -> None:
-    for rank, seen in enumerate(on_ranks(_trial, answer)):
+    on_four_and_three(lambda size: _judge_sending(answer, size))
+
+
+def _judge_sending(answer: Any, size: int) -> None:
+    for rank, seen in enumerate(on_ranks(_trial, answer, size=size)):
         _right_sums(seen, rank)
         if seen.sent > seen.budget:
             raise Wrong(
@@ -89,6 +93,7 @@ class Seen:
     budget: int
     held: int
     shards: int
+    world_size: int
 
 
 def _trial(send: Callable[[Any, Comm], None]) -> Seen:
@@ -128,9 +133,10 @@ def _trial(send: Callable[[Any, Comm], None]) -> Seen:
         first=first,
         local=local[::-1],
         sent=meter.sent_bytes()["total"],
-        budget=2 * (RANKS - 1) * shards,
+        budget=2 * (comm.world_size - 1) * shards,
         held=held - sum(t.nbytes for t in (*local, *(t for batch in batches for t in batch))),
         shards=shards,
+        world_size=comm.world_size,
     )
 
 
@@ -161,7 +167,9 @@ def _why(got: Tensor, seen: Seen, place: int) -> str:
         return "This is the second micro-batch alone: it has replaced the first."
     if torch.allclose(got.float(), seen.local[place], rtol=0.05, atol=1e-4):
         return "These are this rank's own gradients: they were never summed over ranks."
-    if torch.allclose(got.float(), seen.right[place].float() / RANKS, rtol=0.05, atol=1e-4):
+    if torch.allclose(
+        got.float(), seen.right[place].float() / seen.world_size, rtol=0.05, atol=1e-4
+    ):
         return "You divided by N here: the step does that, with its scale."
     twice = seen.right[place].float() + seen.first[place].float()
     if torch.allclose(got.float(), twice, rtol=0.05, atol=1e-4):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
 from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number
-from zerolab.course.checks.on_ranks import RANKS, on_ranks
+from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
 from zerolab.practice.comm import Comm, sum_in_rank_order
 from zerolab.practice.meter import Meter, label
 from zerolab.practice.sharding import flatten, padded_numel, shard_of
@@ -85,8 +85,12 @@ def gathered_layer(answer: Any) -> None:
 def sharded_layer(answer: Any) -> None:
     if not (isinstance(answer, tuple | list) and len(answer) == 2 and all(map(callable, answer))):
         raise Wrong("Two functions are needed.", 'Call check("07.3", (forward, backward)).')
-    for rank, seen in enumerate(on_ranks(_trial, *answer)):
-        _same(seen, rank)
+    on_four_and_three(lambda size: _judge_layer(answer, size))
+
+
+def _judge_layer(answer: Any, size: int) -> None:
+    for rank, seen in enumerate(on_ranks(_trial, *answer, size=size)):
+        _same(seen, rank, size)
         if seen.between > seen.inputs:
             raise Wrong(
                 f"All is right, but between forward and backward rank {rank} keeps "
@@ -95,10 +99,10 @@ def sharded_layer(answer: Any) -> None:
                 "not stage 3. Keep nothing in forward; gather once more in backward.",
                 points=3,
             )
-        if seen.kept > seen.budget // 3 // (RANKS - 1):
+        if seen.kept > seen.budget // 3 // (size - 1):
             raise Wrong(
                 f"All is right, but the gradient shards of rank {rank} keep {seen.kept:,} bytes "
-                f"alive; they are {seen.budget // 3 // (RANKS - 1):,}.",
+                f"alive; they are {seen.budget // 3 // (size - 1):,}.",
                 "A shard that is a view keeps the whole gradient: give it memory of its own.",
                 points=3,
             )
@@ -133,22 +137,23 @@ class Seen:
 def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen:
     """Runs on a rank: three layers through the learner's functions, and through torch's own."""
     comm = Comm()
+    n = comm.world_size
     torch.manual_seed(7)
     weights = [torch.randn(shape) for shape in SHAPES]
-    inputs = torch.randn(RANKS, 4, SHAPES[0][1])
+    inputs = torch.randn(n, 4, SHAPES[0][1])
     shards = []
     for weight in weights:
-        flat = flatten([weight], padded_numel(weight.numel(), RANKS), torch.float32)
-        shards.append(label(shard_of(flat, RANKS, comm.rank).clone(), "parameters"))
-    per_rank = [_plain(weights, inputs[rank]) for rank in range(RANKS)]
+        flat = flatten([weight], padded_numel(weight.numel(), n), torch.float32)
+        shards.append(label(shard_of(flat, n, comm.rank).clone(), "parameters"))
+    per_rank = [_plain(weights, inputs[rank]) for rank in range(n)]
     right_output, right_grad_x, _ = per_rank[comm.rank]
     mine: list[Tensor] = []
     local: list[Tensor] = []
     for layer, weight in enumerate(weights):
         parts = [grads[layer] for _, _, grads in per_rank]
-        length = padded_numel(weight.numel(), RANKS)
+        length = padded_numel(weight.numel(), n)
         for kept, whole in ((mine, sum_in_rank_order(parts)), (local, parts[comm.rank])):
-            kept.append(shard_of(flatten([whole], length, torch.float32), RANKS, comm.rank).clone())
+            kept.append(shard_of(flatten([whole], length, torch.float32), n, comm.rank).clone())
 
     x, kept_inputs = inputs[comm.rank].clone(), []
     grads: list[Any] = []
@@ -182,7 +187,7 @@ def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen
         local_grads=local,
         sent=sent,
         kept=sum(g.untyped_storage().nbytes() for g in grads if isinstance(g, Tensor)),
-        budget=3 * (RANKS - 1) * sum(shard.nbytes for shard in shards),
+        budget=3 * (n - 1) * sum(shard.nbytes for shard in shards),
         between=between["total"] - between["parameters"],
         inputs=sum(t.nbytes for t in kept_inputs) + output.nbytes,
     )
@@ -200,7 +205,7 @@ def _plain(weights: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tenso
     return y.detach(), x.grad, [weight.grad for weight in leaves if weight.grad is not None]
 
 
-def _same(seen: Seen, rank: int) -> None:
+def _same(seen: Seen, rank: int, size: int) -> None:
     checks = [
         ("the output of the third layer", seen.output, seen.right_output, "y = x @ weight.T"),
         ("the gradient of the input", seen.grad_x, seen.right_grad_x, "it is grad_y @ weight"),
@@ -223,13 +228,13 @@ def _same(seen: Seen, rank: int) -> None:
         if got.dtype != right.dtype:
             raise Wrong(f"{where} is {got.dtype}; the weight is {right.dtype}.")
         if not torch.allclose(got, right, rtol=1e-4, atol=1e-4):
-            raise Wrong(f"{where} is wrong.", _why(got, right, seen.local_grads[layer]))
+            raise Wrong(f"{where} is wrong.", _why(got, right, seen.local_grads[layer], size))
 
 
-def _why(got: Tensor, right: Tensor, local: Tensor) -> str:
+def _why(got: Tensor, right: Tensor, local: Tensor, size: int) -> str:
     if torch.allclose(got, local, rtol=1e-4, atol=1e-4):
         return "It is this rank's own gradient: it was never summed over ranks."
-    if torch.allclose(got * RANKS, right, rtol=1e-4, atol=1e-4):
+    if torch.allclose(got * size, right, rtol=1e-4, atol=1e-4):
         return "You divided by N: the optimizer's step does that, with its scale."
     rest = right != 0
     if torch.allclose(got[rest], right[rest], rtol=1e-4, atol=1e-4):

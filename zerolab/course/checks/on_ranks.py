@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,38 +13,57 @@ from zerolab.practice.world import RankError, RankTimeout, World, start_server
 
 RANKS = 4
 TIMEOUT_S = 4.0
-_kept: list[World] = []
-_used: list[bool] = []
+_kept: dict[int, World] = {}
+_used: set[int] = set()
 
 
 @before_each_check
 def _renew() -> None:
     """Whatever the last answer did to the ranks, the next one does not meet it."""
-    if not _used:
-        return
-    _used.clear()
+    while _used:
+        size = _used.pop()
+        try:
+            _kept[size].restart()
+        except RuntimeError:
+            del _kept[size]
+
+
+def on_four_and_three(trial: Callable[[int], None]) -> None:
+    """Judges on four ranks, and then on three: a 4 that is written out in an answer fails there."""
+    trial(RANKS)
     try:
-        _kept[0].restart()
-    except RuntimeError:
-        _kept.clear()
+        trial(3)
+    except Wrong as wrong:
+        raise Wrong(
+            f"All is right on four ranks. On three: {wrong.difference}",
+            "Is a 4 written out somewhere? The number of ranks is comm.world_size.\n"
+            f"{wrong.misconception}",
+            points=wrong.points,
+        ) from None
 
 
-def on_ranks(function: Callable[..., Any], *args: Any, ranks: list[int] | None = None) -> list[Any]:
-    """The results by rank of `function(*args)` on four ranks, or on some of them.
+def on_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: list[int] | None = None,
+    size: int = RANKS,
+) -> list[Any]:
+    """The results by rank of `function(*args)` in a world of that size, or on some of its ranks.
 
     Raises Wrong where the learner's code raised or did not come back, with its own last line;
     NotImplementedError where it is still the stub.
     """
-    if not _kept:
+    if size not in _kept:
         start_server()
-        _kept.append(World(RANKS, timeout=TIMEOUT_S))
-        _kept[0].private = True
-    _used.append(True)
+        _kept[size] = World(size, timeout=TIMEOUT_S)
+        _kept[size].private = True
+    _used.add(size)
+    limit_s = TIMEOUT_S * _crowd()
     try:
-        return _kept[0].run(function, *args, ranks=ranks)
+        return _kept[size].run(function, *args, ranks=ranks, timeout=limit_s)
     except RankTimeout as error:
         raise Wrong(
-            f"The ranks did not come back within {TIMEOUT_S:g} seconds.",
+            f"The ranks did not come back within {limit_s:.0f} seconds.",
             "Either the code is still at work, or one rank waits for a collective that another "
             f"never calls: all must call the same ones in the same order.\n{error}",
         ) from None
@@ -51,6 +71,14 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: list[int] | None =
         if f"NotImplementedError: {STUB}" in str(error):
             raise NotImplementedError(STUB) from None
         raise Wrong(f"Your code stopped on {error}{_own_line(error.where)}") from None
+
+
+def _crowd() -> float:
+    """Processes for each core just now, at least 1: a busy machine must not look like a hang."""
+    try:
+        return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    except (AttributeError, OSError):  # Windows, and systems that do not say
+        return 1.0
 
 
 def _own_line(where: str) -> str:
