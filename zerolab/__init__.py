@@ -16,6 +16,7 @@ _HOME = {
     "RankError": "zerolab.practice.world",
     "RankTimeout": "zerolab.practice.world",
     "check": "zerolab.course.checks",
+    "given": "zerolab.course.checks",
     "hint": "zerolab.course.checks",
 }
 

@@ -11,12 +11,15 @@ import contextlib
 import difflib
 import html
 import linecache
+import os
+import random
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 NOT_ATTEMPTED, FAILED, PASSED = "not attempted", "not yet", "passed"
@@ -48,28 +51,60 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: its number ("05.2"), title, full points, judge and hints, the mildest first."""
+    """One exercise: its number ("05.2"), title, full points, judge and hints, the mildest first.
+
+    `choices` are the values that each of its numbers may take, those of the text first; a judge
+    of an exercise that has any takes them as a second argument.
+    """
 
     number: str
     title: str
     points: int
-    judge: Callable[[Any], None]
+    judge: Callable[..., None]
     hints: tuple[str, ...]
+    choices: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 EXERCISES: dict[str, Exercise] = {}
 
 
 def exercise(
-    number: str, title: str, points: int, hints: list[str]
-) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Registers the decorated judge: it returns when the answer is right and raises when not."""
+    number: str, title: str, points: int, hints: list[str], **choices: Sequence[float]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers the decorated judge: it returns when the answer is right and raises when not.
 
-    def register(judge: Callable[[Any], None]) -> Callable[[Any], None]:
-        EXERCISES[number] = Exercise(number, title, points, judge, tuple(hints))
+    `choices` make it an exercise with personal numbers, see `given`.
+    """
+
+    def register(judge: Callable[..., None]) -> Callable[..., None]:
+        EXERCISES[number] = Exercise(number, title, points, judge, tuple(hints), choices)
         return judge
 
     return register
+
+
+class Given(SimpleNamespace):
+    """The numbers of an exercise, each an attribute; shown, a line of names and values."""
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} = {value:,.10g}" for name, value in vars(self).items())
+
+
+def given(number: str, learner: str = "") -> Given:
+    """The numbers of an exercise: those of the text, or, with a learner's id, their own.
+
+    The same id gets the same numbers everywhere. Where grades are made, the environment variable
+    ZEROLAB_LEARNER says who the learner is, whatever the notebook says. ValueError for an exercise
+    that does not exist or has no numbers of its own.
+    """
+    choices = find(number).choices
+    if not choices:
+        raise ValueError(f"Exercise {number} has the same numbers for everybody.")
+    learner = os.environ.get("ZEROLAB_LEARNER") or str(learner).strip()
+    if not learner:
+        return Given(**{name: values[0] for name, values in choices.items()})
+    draw = random.Random(f"{number} {learner}")
+    return Given(**{name: draw.choice(values) for name, values in choices.items()})
 
 
 class Verdict(float):
@@ -136,19 +171,21 @@ def hint(number: str) -> Hints:
     return Hints(find(number))
 
 
-def check(number: str, answer: Any) -> Verdict:
+def check(number: str, answer: Any, learner: str = "") -> Verdict:
     """Judges an answer to an exercise: the points, with words. Never raises for an answer.
 
-    Raises ValueError for an exercise that does not exist.
+    `learner` is the id whose numbers the answer is for, see `given`. Raises ValueError for an
+    exercise that does not exist.
     """
     task = find(number)
+    numbers = [given(number, learner)] if task.choices else []
     if answer is None or answer is ...:
         return _verdict(task, 0, NOT_ATTEMPTED, "Replace the stub by your answer, then run again.")
     for action in _before:
         action()
     try:
         with _limited(), _same_torch():
-            task.judge(answer)
+            task.judge(answer, *numbers)
     except NotImplementedError as error:
         if str(error) in (STUB, ""):
             words = "Replace the stub by your code, then run again."

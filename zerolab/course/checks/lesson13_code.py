@@ -1,0 +1,198 @@
+"""Lesson 13: three exercises in code: clipping on ranks, resharding, three ways to divide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerolab.course.checks.core import Wrong, exercise, type_of
+from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.practice.comm import Comm
+from zerolab.practice.meter import Meter
+from zerolab.practice.sharding import padded_numel, shard_of
+
+
+@exercise(
+    "13.13",
+    "Clip by the norm of all",
+    points=3,
+    hints=[
+        "The norm of the whole gradient: add up squares on each rank, then over ranks, then root.",
+        "comm.control_sum(tensor) adds a few numbers over ranks. Which elements are padding?",
+        (
+            "mine = grad_shard[: max(0, numel - comm.rank * len(grad_shard))]; "
+            "the factor is min(1, max_norm / norm)."
+        ),
+    ],
+)
+def clip_factor(answer: Any) -> None:
+    on_four_and_three(lambda size: _judge_clip(answer, size))
+
+
+def _judge_clip(answer: Any, size: int) -> None:
+    for max_norm in (1.0, 1e3):
+        seen = on_ranks(_clip, answer, max_norm, size=size)
+        for rank, (value, right, local, padded, sent) in enumerate(seen):
+            if not isinstance(value, float):
+                raise Wrong(
+                    f"Rank {rank} returns {type_of(value)}.", "Return the factor, a number."
+                )
+            if not math.isclose(value, right, rel_tol=1e-4):
+                raise Wrong(
+                    f"With max_norm {max_norm:g} rank {rank} scales by {value:.6g}; the factor is "
+                    f"{right:.6g}.",
+                    _why_clip(value, right, local, padded, max_norm),
+                )
+            if sent > 64 * size:
+                raise Wrong(
+                    f"The factor is right, but rank {rank} sends {sent:,} bytes for it.",
+                    "One number of each rank is enough: its own sum of squares.",
+                    points=1,
+                )
+
+
+def _clip(
+    answer: Callable[[Tensor, int, float, Comm], float], max_norm: float
+) -> tuple[Any, float, float, float, int]:
+    """Runs on a rank: value, right value, with the local norm, with padding; bytes sent."""
+    comm, numel = Comm(), 1001
+    whole = torch.randn(numel, generator=torch.Generator().manual_seed(5))
+    full = torch.full((padded_numel(numel, comm.world_size),), 9.0)  # what torch.empty may leave
+    full[:numel] = whole
+    mine = shard_of(full, comm.world_size, comm.rank).clone()
+    with Meter() as meter:
+        value = answer(mine.clone(), numel, max_norm, comm)
+        sent = meter.sent_bytes()
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    right, local, padded = (
+        min(1.0, max_norm / float(part.double().norm())) for part in (whole, mine, full)
+    )
+    number = float(value) if isinstance(value, int | float) else value
+    return number, right, local, padded, sent["total"] + sent["control"]
+
+
+def _why_clip(value: float, right: float, local: float, padded: float, max_norm: float) -> str:
+    if math.isclose(value, local, rel_tol=1e-4):
+        return "That is the norm of this rank's shard: every rank would scale by another factor."
+    if math.isclose(value, padded, rel_tol=1e-4):
+        return "The padding is in it: what lies beyond numel is no gradient."
+    if value > 1:
+        return "A gradient that is short enough is left as it is: the factor is never above 1."
+    if math.isclose(value, max_norm / (max_norm / right) ** 2, rel_tol=1e-4):
+        return "You divided by the sum of squares: its root is missing."
+    return "min(1, max_norm / norm), where the norm's square is the sum of all ranks' squares."
+
+
+@exercise(
+    "13.14",
+    "From one number of ranks to another",
+    points=3,
+    hints=[
+        "Put the shards together, cut off the old padding, pad anew, cut into equal parts.",
+        "torch.cat(shards)[:numel]; the new length is numel / world_size, rounded up.",
+    ],
+)
+def reshard(answer: Any) -> None:
+    for numel, before, after in ((12, 4, 3), (10, 4, 3), (1001, 3, 7), (5, 2, 8), (7, 1, 4)):
+        whole = torch.arange(1.0, numel + 1)
+        shards = _cut(whole, before)
+        given = [shard.clone() for shard in shards]
+        got = answer(given, numel, after)
+        where = f"{numel} elements from {before} ranks to {after}"
+        if not isinstance(got, list | tuple) or not all(isinstance(x, Tensor) for x in got):
+            raise Wrong(f"{where}: you return {type_of(got)}.", "Return a list of tensors.")
+        right = _cut(whole, after)
+        if [x.shape for x in got] != [x.shape for x in right]:
+            raise Wrong(
+                f"{where}: the lengths are {[len(x) for x in got]}, not {[len(x) for x in right]}.",
+                "All shards are equally long, numel / world_size rounded up: the old padding goes, "
+                "new padding comes at the end.",
+            )
+        for rank, (mine, expected) in enumerate(zip(got, right, strict=True)):
+            if not torch.equal(mine, expected):
+                raise Wrong(
+                    f"{where}: rank {rank} gets {mine.tolist()[:8]}, not {expected.tolist()[:8]}.",
+                    _why_shards(got, whole),
+                )
+        if any(not torch.equal(x, y) for x, y in zip(given, shards, strict=True)):
+            raise Wrong(f"{where}: the old shards were changed.", "A checkpoint is only read.")
+
+
+def _cut(whole: Tensor, ranks: int) -> list[Tensor]:
+    full = torch.zeros(padded_numel(len(whole), ranks))
+    full[: len(whole)] = whole
+    return [shard_of(full, ranks, rank).clone() for rank in range(ranks)]
+
+
+def _why_shards(got: Sequence[Tensor], whole: Tensor) -> str:
+    flat = torch.cat(list(got))
+    kept = [x for x in flat.tolist() if x]
+    if kept == whole.tolist() and flat[: len(whole)].tolist() != kept:
+        return "Zeros stand between elements: the old padding must be cut off before you cut anew."
+    if sorted(kept) != whole.tolist():
+        return "Elements are missing or there twice."
+    return "Element i belongs at place i of the new shards, put end to end."
+
+
+@exercise(
+    "13.15",
+    "Three ways to divide",
+    points=3,
+    hints=[
+        "Flat: all elements in one row, cut into equal parts, rounded up.",
+        "Rows: of d rows each rank takes ceil(d / N), as long as any are left: rank 0 is fullest.",
+        "Whole: the largest parameter first, each to the rank that has the least so far.",
+    ],
+)
+def fullest_rank(answer: Any) -> None:
+    rights: dict[str, Callable[[list[tuple[int, int]], int], int]] = {
+        "flat": _flat, "rows": _rows, "whole": _whole,
+    }  # fmt: skip
+    cases = [
+        ([(100, 100), (10, 10), (10, 10), (10, 10)], 4),
+        ([(5, 4), (9, 2), (1, 7)], 4),
+        ([(3, 3), (6, 2), (8, 8), (2, 31), (7, 1)], 3),
+        ([(2, 2)], 8),
+        ([(6, 3), (4, 4), (5, 3), (2, 7), (3, 4)], 2),
+    ]
+    for shapes, ranks in cases:
+        got = answer(list(shapes), ranks)
+        if not isinstance(got, dict) or set(got) != set(rights):
+            raise Wrong(f"You return {type_of(got)}.", "Return a dict with flat, rows and whole.")
+        for name, rule in rights.items():
+            right = rule(shapes, ranks)
+            if got[name] != right:
+                earned = list(rights).index(name)
+                raise Wrong(
+                    f"Shapes {shapes} on {ranks} ranks, {name}: {got[name]!r} is not it; the "
+                    f"fullest rank holds {right} elements.",
+                    _WHY[name],
+                    points=earned,
+                )
+
+
+_WHY = {
+    "flat": "One row of all elements, cut into equal parts: the total over N, rounded up once.",
+    "rows": "ceil(rows / N) rows of each matrix, times its columns, added up: rank 0 is fullest.",
+    "whole": "Largest first, each whole to the rank that holds least: then take the fullest.",
+}
+
+
+def _flat(shapes: list[tuple[int, int]], ranks: int) -> int:
+    return math.ceil(sum(rows * columns for rows, columns in shapes) / ranks)
+
+
+def _rows(shapes: list[tuple[int, int]], ranks: int) -> int:
+    return sum(math.ceil(rows / ranks) * columns for rows, columns in shapes)
+
+
+def _whole(shapes: list[tuple[int, int]], ranks: int) -> int:
+    held = [0] * ranks
+    for numel in sorted((rows * columns for rows, columns in shapes), reverse=True):
+        held[held.index(min(held))] += numel
+    return max(held)
