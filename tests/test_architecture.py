@@ -34,8 +34,8 @@ LINE_BUDGETS = {
         1600,
     ),
     "course": ([p for p in FILES if p.parent.name == "course"], 2000),
-    # every exercise has one, with its near misses
-    "checks": ([p for p in FILES if p.parent.name == "checks"], 3000),
+    # every exercise has one, with its near misses: about sixty exercises
+    "checks": ([p for p in FILES if p.parent.name == "checks"], 4500),
 }
 LONGEST_FILE = 400
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerolab.course.checks.core import STUB, Wrong, before_each_check
+from zerolab.course.checks.core import STUB, Wrong, before_each_check, crowd
 from zerolab.practice.world import RankError, RankTimeout, World, start_server
 
 RANKS = 4
@@ -58,7 +57,7 @@ def on_ranks(
         _kept[size] = World(size, timeout=TIMEOUT_S)
         _kept[size].private = True
     _used.add(size)
-    limit_s = TIMEOUT_S * _crowd()
+    limit_s = TIMEOUT_S * crowd()
     try:
         return _kept[size].run(function, *args, ranks=ranks, timeout=limit_s)
     except RankTimeout as error:
@@ -71,14 +70,6 @@ def on_ranks(
         if f"NotImplementedError: {STUB}" in str(error):
             raise NotImplementedError(STUB) from None
         raise Wrong(f"Your code stopped on {error}{_own_line(error.where)}") from None
-
-
-def _crowd() -> float:
-    """Processes for each core just now, at least 1: a busy machine must not look like a hang."""
-    try:
-        return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    except (AttributeError, OSError):  # Windows, and systems that do not say
-        return 1.0
 
 
 def _own_line(where: str) -> str:
