@@ -50,6 +50,14 @@ def missing_if_hidden(function):
     return call
 
 
+def open_no_folder(path, *args, **kwargs):
+    import os
+
+    if hidden(path) or os.path.isdir(path):
+        raise PermissionError(13, "Permission denied", path)
+    return os.open(path, *args, **kwargs)
+
+
 class View(types.ModuleType):
     """A module as zerolab sees it: some names are other values, some are absent."""
 
@@ -93,8 +101,8 @@ def views():
         exists=lambda p: not hidden(p) and os.path.exists(p),
     )
     other = {
-        "os": {"name": "nt", "path": path, "kill": kill}
-        | {name: missing_if_hidden(getattr(os, name)) for name in ("listdir", "open", "stat")}
+        "os": {"name": "nt", "path": path, "kill": kill, "open": open_no_folder}
+        | {name: missing_if_hidden(getattr(os, name)) for name in ("listdir", "stat")}
     }
     found = {
         real.__name__: View(
