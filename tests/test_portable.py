@@ -143,22 +143,27 @@ ORPHANS = """
 """
 
 
-def test_no_rank_outlives_a_killed_notebook_and_the_next_one_removes_its_folder():
-    process = start("-c", "if True:" + ORPHANS)
+def test_no_rank_outlives_a_killed_notebook_and_the_next_one_removes_its_folder(tmp_path):
+    own = {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": ""}  # where no other notebook tidies up
+    process = start("-c", "if True:" + ORPHANS, **own)
     *numbers, folder = process.stdout.readline().split()
     ranks = [psutil.Process(int(n)) for n in numbers]
     before = [rank.cpu_times().user for rank in ranks]
     while ranks[0].cpu_times().user < before[0] + 0.1:  # it loops
         time.sleep(0.05)
     process.kill()
-    process.communicate()
-    _, left = psutil.wait_procs(ranks, timeout=60)
-    for rank in left:
+    process.wait()  # and no more is read: a rank that stays would hold the pipe open
+    _, there = psutil.wait_procs(ranks, timeout=60)
+    left = []
+    for rank in there:
         with contextlib.suppress(psutil.NoSuchProcess):
+            if rank.status() != psutil.STATUS_ZOMBIE:  # some containers collect nobody
+                left.append(rank)
             rank.kill()
+    process.communicate()
     assert len(ranks) == 3 and left == []
     assert os.path.isdir(folder)
-    new = output_of("-c", "from zerolab.practice import launch; print(launch.make_folder())")
+    new = output_of("-c", "from zerolab.practice import launch; print(launch.make_folder())", **own)
     os.rmdir(new.strip())
     assert not os.path.exists(folder)
 
