@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerolab.practice import launch, system
+from zerolab.practice import doctor, launch, system
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.name == "nt", reason="the real one")]
 PRETENDED = Path(__file__).parent / "pretended_windows"
@@ -211,6 +211,17 @@ def test_a_stop_that_broke_off_a_message_is_not_lost():
 
     with launch.stop_handler(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
         message()
+
+
+@pytest.mark.parametrize(("forced", "word"), [("spawn", "spawned"), ("", "forked")])
+def test_doctor_says_how_ranks_are_started(monkeypatch, forced, word):
+    def no_world(size):
+        raise RuntimeError("not needed here")
+
+    monkeypatch.setattr("zerolab.practice.world.World", no_world)
+    monkeypatch.setenv("ZEROLAB_START_METHOD", forced)
+    started = [str(line) for line in doctor.examine() if line.what == "start of ranks"]
+    assert len(started) == 1 and (word in started[0] or sys.platform != "linux")
 
 
 def test_the_loopback_is_found_by_its_address():

@@ -1,10 +1,10 @@
 """What ranks ask of the system, and what is done where the system does not have it.
 
-Linux is where all of this is tested. macOS lacks the fork server's private network only. Windows
-has no sessions, no signals between processes or threads, and pipes that are no file descriptors.
-There a rank whose C code keeps Python's lock is reported without its stack and may outlive a killed
-notebook until that code returns; a rank stuck in gloo is restarted where another's end does not
-free it; and what C code or a child process prints goes to the notebook server's terminal.
+Linux is where all of this is tested. macOS should lack nothing of it. Windows has no sessions, no
+signals between processes or threads, and pipes that are no file descriptors. There a rank whose C
+code keeps Python's lock is reported without its stack and may outlive a killed notebook until that
+code returns; a rank stuck in gloo is restarted where another's end does not free it; and what C
+code or a child process prints goes to the notebook server's terminal.
 """
 
 from __future__ import annotations
