@@ -6,6 +6,7 @@ Exit 0 when all agrees, 1 when something does not, 2 when what was asked makes n
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from zerolab.commands.train import add_train
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; whatever cannot be done is said in one sentence on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file on Windows takes no Greek letters
+            stream.reconfigure(errors="replace")
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)

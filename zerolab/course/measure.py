@@ -84,11 +84,13 @@ class Comparison:
 
     def as_text(self) -> str:
         """The table, and what differs a little from run to run and from system to system."""
-        wire = self.wire_reason if self.wire_bytes is None else f"{self.wire_bytes:,}"
+        wire = f"not counted, as {self.wire_reason}"
+        if self.wire_bytes is not None:
+            wire = f"{self.wire_bytes:,} bytes per rank and step"
         return (
             f"{self.table()}\n"
             f"peak inside a step, activations included: {self.peak_bytes:,} bytes\n"
-            f"on the wire, packet headers included: {wire} bytes per rank and step"
+            f"on the wire, packet headers included: {wire}"
         )
 
 

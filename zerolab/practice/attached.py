@@ -5,33 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from zerolab.practice import group
+from zerolab.practice import group, system
 from zerolab.practice import rank as rank_side
-
-SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's address
 
 
 def _interface() -> str | None:
     """The network interface that gloo should use; None where it must find out by itself."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        return loopback
+        return system.loopback()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        import fcntl
-
         query.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing, and shows the way there
-        own = query.getsockname()[0]
-        for _, name in socket.if_nameindex() if sys.platform == "linux" else []:
-            with contextlib.suppress(OSError):  # it has no address
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(query, SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == own and name != loopback:
-                    return name
+        name = system.interface_of(query.getsockname()[0])
+        return name if name != system.loopback() else None
     return None
 
 

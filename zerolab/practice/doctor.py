@@ -49,15 +49,18 @@ def _memory() -> Finding:
     from zerolab.practice.launch import free_bytes
 
     free = free_bytes()
-    if free is None:
-        return Finding("free memory", "unknown on this system")
     advice = "" if free > 1e9 else "Close other programs: four ranks need about 0.3 GB."
     return Finding("free memory", f"{free / 1e9:.1f} GB", free > 1e9, advice)
 
 
 def _ranks() -> list[Finding]:
+    from zerolab.practice.launch import start_method
     from zerolab.practice.world import World
 
+    how = "forked from a server that has loaded torch"
+    if start_method() == "spawn":
+        how = "spawned, so each loads torch itself and a World takes seconds to start"
+    started = Finding("start of ranks", how)
     began = time.perf_counter()
     try:
         with World(2) as world:
@@ -65,13 +68,13 @@ def _ranks() -> list[Finding]:
             seconds, private = time.perf_counter() - began, world.private_ports
     except Exception as error:
         advice = "Ranks are what the lessons run on; report this line."
-        return [Finding("ranks", f"cannot start: {error}", False, advice)]
+        return [started, Finding("ranks", f"cannot start: {error}", False, advice)]
     right = answer == [1.0, 1.0]
     ready = Finding("ranks", f"two started and added 0 + 1 in {seconds:.1f} s", right)
     if private:
-        return [ready, Finding("ports", "private: no other user can reach the ranks")]
+        return [started, ready, Finding("ports", "private: no other user can reach the ranks")]
     advice = "Others on this machine can reach the ranks' ports; on a shared host use a container."
-    return [ready, Finding("ports", "on this machine's loopback", True, advice)]
+    return [started, ready, Finding("ports", "on this machine's loopback", True, advice)]
 
 
 def _sum_of_ranks() -> float:

@@ -39,9 +39,9 @@ def shut_connections() -> None:
 
     A peer reads the end, closes, and so frees a wait on this side too. Shutting both directions
     at once loses a peer's send for good (1 of 100 raises hung); shutting the listening socket
-    aborts the process.
+    aborts the process. Windows does not list them; there leaving the group closes them, later.
     """
-    for name in os.listdir("/dev/fd"):
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []:
         with contextlib.suppress(OSError):
             fd = int(name)
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -86,7 +86,8 @@ def join_group(
     import torch
     import torch.distributed as dist
 
-    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0  # none on Windows
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if backend == "nccl" and gpus < here:
         raise ValueError(f"{here} ranks need as many GPUs, here are {gpus}: use backend='gloo'")
     backend = ("nccl" if gpus >= here else "gloo") if backend == "auto" else backend

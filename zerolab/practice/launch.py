@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import signal
@@ -17,7 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from zerolab.practice import rank as rank_side
+from zerolab.practice import system
 from zerolab.practice.rank import Pipes, Setup
 
 PRELOAD = (
@@ -25,12 +29,14 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "cloudpickle",
+    "psutil",
     "zerolab.practice.rank",
     "sympy",  # what checks send to ranks comes from files that derive, too
 )
 OUTPUT_LIMIT_BYTES = 1_000_000  # of a rank's printing that are kept in each call
 RANK_BYTES = {"forkserver": 60_000_000, "spawn": 170_000_000}  # an idle rank in its group, measured
 RANK_FILES = 8  # open files that a rank costs the notebook
+RANK_WAITS = 3  # what the notebook waits for, of a rank: its answer, its printing, its end
 
 
 def start_method() -> str:
@@ -67,23 +73,17 @@ def make_folder() -> str:
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if not (os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)):
         base = tempfile.gettempdir()
-    prefix = f"zerolab-{os.uname().nodename}-"  # containers do not share ids
+    prefix = f"zerolab-{platform.node()}-"  # containers do not share ids
     for name in os.listdir(base):
-        if match := re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", name):
-            try:
-                os.kill(int(match[1]), 0)
-            except ProcessLookupError:
-                shutil.rmtree(os.path.join(base, name), ignore_errors=True)
-            except OSError:
-                pass  # it lives, and is another user's
+        match = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", name)
+        if match and not psutil.pid_exists(int(match[1])):
+            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
 
 
-def free_bytes() -> int | None:
-    """Return the memory left on this machine and in our control groups; None where unknown."""
-    free = []
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        free += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+def free_bytes() -> int:
+    """Return the memory left on this machine and in our control groups."""
+    free = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         group = "/sys/fs/cgroup" + file.read().split("::")[-1].strip()
         while group.startswith("/sys/fs/cgroup"):
@@ -94,7 +94,7 @@ def free_bytes() -> int | None:
                 cache = re.search(r"^inactive_file (\d+)", details, re.MULTILINE)
                 free.append(int(limit) - int(used) + (int(cache[1]) if cache else 0))
             group = os.path.dirname(group.rstrip("/"))
-    return min(free, default=None)
+    return min(free)
 
 
 def _read(path: str) -> str:
@@ -104,18 +104,13 @@ def _read(path: str) -> str:
 
 def room() -> tuple[int, str]:
     """Return how many ranks fit here, by memory and by the limit of open files, and why."""
-    import resource
-
-    rooms = [(sys.maxsize, "")]
-    free = free_bytes()
-    if free is not None:
-        rooms.append(
-            (free // RANK_BYTES[start_method()], f"{free / 1e9:.1f} GB of memory are free")
-        )
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY:
-        files -= len(os.listdir("/dev/fd"))
+    free, files = free_bytes(), system.files_left()
+    rooms = [(free // RANK_BYTES[start_method()], f"{free / 1e9:.1f} GB of memory are free")]
+    if files is not None:
         rooms.append((files // RANK_FILES, f"{files} more files may be open"))
+    if not system.PIPES_HAVE_DESCRIPTORS:
+        most = system.MOST_WAITED_FOR
+        rooms.append((most // RANK_WAITS, f"this system waits for {most} things at once"))
     return min(rooms)
 
 
@@ -132,23 +127,17 @@ class Link:
 
     def listen(self) -> None:
         """Take what the rank has printed so far."""
-        with contextlib.suppress(OSError):
-            while self.pipes.output.poll(0) and (
-                data := os.read(self.pipes.output.fileno(), 1 << 16)
-            ):
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipes.output.poll(0) and (data := system.printed(self.pipes.output)):
                 kept = data[: max(0, OUTPUT_LIMIT_BYTES - len(self.heard))]
                 self.heard += kept
                 self.dropped_bytes += len(data) - len(kept)
 
     def stack_by_signal(self) -> str:
         """Return the stack of a rank whose watchdog gets no turn, as faulthandler writes it."""
-        with contextlib.suppress(OSError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.2)
-            dump = _read(os.path.join(self.setup.folder, f"stack{self.setup.rank}"))
-            frames = dump.rpartition("first):\n")[2].partition(f'  File "{rank_side.__file__}"')[0]
-            return "".join(reversed(frames.splitlines(keepends=True)))
-        return ""
+        dump = system.request_stack(self.process.pid, self.setup.stack_file)
+        frames = dump.rpartition("first):\n")[2].partition(f'  File "{rank_side.__file__}"')[0]
+        return "".join(reversed(frames.splitlines(keepends=True)))
 
     def end(self, wait_s: float) -> None:
         """End the rank, by force after `wait_s`, and close its pipes."""
@@ -226,7 +215,9 @@ def late_stop() -> Iterator[None]:
         if len(pressed) > 1:
             raise KeyboardInterrupt
 
-    with stop_handler(hold):
-        yield
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
+    try:
+        with stop_handler(hold):
+            yield
+    finally:
+        if pressed:
+            signal.raise_signal(signal.SIGINT)

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from zerolab.practice import toy
+from zerolab.practice import system, toy
 from zerolab.practice.group import (
     forget_what_was_stopped,
     join_group,
@@ -41,7 +41,9 @@ from zerolab.practice.group import (
 )
 from zerolab.practice.toy import Toy
 
-HIDDEN_FILES = ("torch/distributed/c10d_logger.py",)  # it wraps each collective, and says nothing
+HIDDEN_FILE = os.path.join(
+    "torch", "distributed", "c10d_logger.py"
+)  # it wraps each collective, and says nothing
 BROKEN_CONNECTION = (  # in an error's text: it follows from what happened on another rank
     "gloo/transport",
     "Connection closed by peer",
@@ -64,6 +66,10 @@ class Setup:
     toy: Toy  # a device and a link, emulated
     folder: str  # this world's, private
     environ: dict[str, str]  # the notebook's, now
+
+    @property
+    def stack_file(self) -> str:
+        return os.path.join(self.folder, f"stack{self.rank}")
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ def _user_frames(stack: Iterable[traceback.FrameSummary]) -> list[Frame]:
     for f in stack:
         if f.filename == __file__:
             frames.clear()
-        elif not f.filename.endswith(HIDDEN_FILES):
+        elif not f.filename.endswith(HIDDEN_FILE):
             frames.append((f.filename, f.lineno, f.name, f.end_lineno, f.colno, f.end_colno))
     return frames
 
@@ -196,12 +202,14 @@ class Rank:
         """Answer one command after the other until the notebook closes the pipe."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                serial, kind, body = pickle.loads(self.pipes.commands.recv_bytes())
+                message = system.uninterrupted(self.pipes.commands.recv_bytes)
+                serial, kind, body = pickle.loads(message)
                 try:
                     answer = self.answer(serial, kind, body)
                 except KeyboardInterrupt as error:  # Stop came just as the call ended
                     answer = _failure(error)
-                self.pipes.commands.send_bytes(pickle.dumps((serial, answer)))
+                message = pickle.dumps((serial, answer))
+                system.uninterrupted(self.pipes.commands.send_bytes, message)
         end()
 
     def answer(self, serial: int, kind: str, body: Any) -> bytes | Failure:
@@ -264,7 +272,7 @@ class Rank:
                 if what == "stop":
                     self.cancelled = command
                     shut_connections()
-                    signal.pthread_kill(main_thread, signal.SIGINT)
+                    system.interrupt_main_thread()
                 self.pipes.control.send((question, activity))
         end()
 
@@ -281,33 +289,20 @@ def end() -> NoReturn:
     os._exit(0)
 
 
-def _end_with(life: Connection) -> None:
-    """Have the system end this process when the notebook's end of the pipe closes."""
-    import fcntl
-
-    fd = life.fileno()
-    with contextlib.suppress(OSError):  # where pipes cannot, the watchdog is left
-        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO
-    if life.poll(0):  # it closed before the guard stood
-        end()
-
-
 def main(setup: Setup, pipes: Pipes) -> NoReturn:
     """Be a rank: called in the new process, never returns."""
-    os.setsid()  # Stop goes to the notebook's process group; ranks hear of it from the notebook
+    system.leave_session()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with(pipes.life)
-    os.dup2(pipes.output.fileno(), 1)
-    os.dup2(pipes.output.fileno(), 2)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", 1, encoding="utf-8", errors="replace")
+    system.end_with(pipes.life)
+    if pipes.life.poll(0):  # it closed before the guard stood
+        end()
+    sys.stdout = sys.stderr = system.print_to(pipes.output)
     rank, size = str(setup.rank), str(setup.size)
     os.environ.update(setup.environ, RANK=rank, LOCAL_RANK=rank)
     os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = system.loopback()
     faulthandler.enable(file=2)
-    dump = os.open(os.path.join(setup.folder, f"stack{rank}"), os.O_CREAT | os.O_WRONLY)
-    faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False)  # if the watchdog cannot
+    system.answer_stack_requests(setup.stack_file)  # if the watchdog cannot
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about new names
 
     import torch

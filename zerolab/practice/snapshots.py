@@ -57,9 +57,10 @@ def commit(partial: Path, manifest: dict[str, Any]) -> None:
     for directory in (partial, folder):
         if directory == folder:
             partial.rename(partial.with_suffix(""))
-        descriptor = os.open(directory, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        if hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+            descriptor = os.open(directory, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
     for old in finished(folder)[:-KEPT]:
         shutil.rmtree(old.rename(old.with_suffix(".partial")))
 

@@ -4,7 +4,7 @@
         losses = world.run(train_step, batch)  # a list by rank; train_step may be a cell's
         world.inspect("loss.item()")  # reads the ranks' own variables
 
-The ranks are forked from a server that has loaded torch already (macOS: each one loads it itself).
+The ranks are forked from a server that has loaded torch already (macOS, Windows: each loads it).
 Functions travel by cloudpickle over inherited pipes: nothing listens on the network but gloo, on
 the loopback. Under torchrun or srun this process is a rank itself: World attaches to their group.
 
@@ -19,7 +19,6 @@ import itertools
 import operator
 import os
 import pickle
-import signal
 import sys
 import time
 import weakref
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing import connection
 from typing import Any
 
-from zerolab.practice import launch, report
+from zerolab.practice import launch, report, system
 from zerolab.practice import rank as rank_side
 from zerolab.practice.attached import Attached
 from zerolab.practice.launch import start_server
@@ -41,6 +40,7 @@ START_LIMIT_S = 120.0  # for new ranks to form their group
 GRACE_S = 0.2  # for the other ranks to report errors of their own, after a first one failed
 STOP_LIMIT_S = 3.0  # for a rank to leave what it runs; after that it is restarted
 LOOK_LIMIT_S = 1.0  # for a watchdog to answer
+WAIT_S = 0.2  # for ranks, at a stretch: on Windows Stop does not wake a notebook that waits
 Outcome = bytes | Failure | int  # of a call on a rank: pickled value, what went wrong, exit code
 _ages = itertools.count()
 _worlds: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # oldest first
@@ -79,8 +79,6 @@ class World:
         link: float | str | None = None,
         latency: float | str | None = None,
     ) -> None:
-        if os.name == "nt":
-            raise said(OSError, "ranks need Linux or macOS: on Windows run the notebook in WSL")
         if rank_side.is_rank():
             raise said(RuntimeError, "a rank cannot make a World: make it in the notebook")
         for name, number in (("size", size), ("threads", threads)):
@@ -221,7 +219,7 @@ class World:
         try:
             self._send(kind, body, chosen)
             self._collect(answers, chosen, limit_s, GRACE_S)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, InterruptedError):
             stopped = True
         with launch.no_stop():
             late = [r for r in chosen if r not in answers]
@@ -276,7 +274,8 @@ class World:
             for r in waiting:
                 link = self._links[r]
                 sources |= {link.pipes.commands: r, link.pipes.output: r, link.process.sentinel: r}
-            for r in {sources[ready] for ready in connection.wait(list(sources), left_s)}:
+            wait_s = min(left_s, WAIT_S)
+            for r in {sources[ready] for ready in connection.wait(list(sources), wait_s)}:
                 answer = self._answer(self._links[r])
                 if answer is not None:
                     answers[r] = answer
@@ -299,7 +298,7 @@ class World:
             if link.process.exitcode is None:
                 return None
         link.process.join(STOP_LIMIT_S)
-        return link.process.exitcode if link.process.exitcode is not None else -signal.SIGKILL
+        return link.process.exitcode if link.process.exitcode is not None else system.KILLED
 
     def _show(self) -> None:
         """Print what the ranks have printed, in rank order."""
