@@ -123,8 +123,7 @@ def _compare(job: Job, world: World) -> Comparison:
     counts: list[Count] = world.run(count, job)
     weights, digest = world.run(train_in_one_process, job, ranks, ranks=[0])[0]
     first = counts[0]
-    held = held_bytes(job.stage, ranks, first.params, job.recipe, first.units)
-    sent = sent_bytes(job.stage, ranks, first.params, job.recipe, first.units, job.micro_batches)
+    held, sent = _predicted(job, ranks, first)
     total_wire, reason = _wire(counts, world)
     return Comparison(
         stage=job.stage,
@@ -147,6 +146,27 @@ def _compare(job: Job, world: World) -> Comparison:
         same_weights_as_one_process=all(torch.allclose(c.weights, weights) for c in counts),
         bitwise=all(torch.equal(c.weights, weights) and c.digest == digest for c in counts),
     )
+
+
+def _predicted(job: Job, ranks: int, c: Count) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes held and sent, from the sizes of the units.
+
+    Frozen parameters have no gradients and no optimizer states. Stage 3 gathers them for forward
+    and for backward as it does the others, but for forward alone where backward never comes.
+    """
+    recipe = precision_of(job.recipe).bytes_of
+    held = held_bytes(job.stage, ranks, sum(c.units), recipe, c.units)
+    sent = sent_bytes(job.stage, ranks, sum(c.units), recipe, c.units, job.micro_batches)
+    for sizes, passes in ((c.frozen, 2), (c.ahead, 1)):
+        if job.stage == 3 and sum(sizes):
+            both = sent_bytes(3, ranks, sum(sizes), recipe, sizes, job.micro_batches)
+            sent["all_gather"] += both["all_gather"] * passes // 2
+        if sum(sizes):
+            more = held_bytes(job.stage, ranks, sum(sizes), recipe, sizes)
+            held["parameters"] += more["parameters"]
+    for made in (held, sent):
+        made["total"] = sum(size for name, size in made.items() if name != "total")
+    return held, sent
 
 
 def _model_states(c: Count) -> dict[str, int]:

@@ -43,6 +43,7 @@ class ParameterGathering:
         self.arriving: dict[Unit, Callable[[], None]] = {}
         self.whole: set[Unit] = set(self.uses)
         self.ran: set[int] = set()
+        self.followed: set[int] = set()  # modules that backward has reason to visit
         for unit in self.uses:
             self.free(unit)
         model.register_forward_pre_hook(lambda *_: self.ran.clear())
@@ -52,6 +53,8 @@ class ParameterGathering:
 
     def free(self, unit: Unit) -> None:
         """Gives the memory of a unit's whole parameters back; its shard remains."""
+        if unit in self.arriving:  # for nobody: a module that this pass left out
+            self.arriving.pop(unit)()
         if unit in self.whole:
             self.whole.discard(unit)
             unit.full_params.untyped_storage().resize_(0)
@@ -76,7 +79,7 @@ class ParameterGathering:
                     "stage 3 frees a unit after its first use. Make each use a unit of its own."
                 )
             self.ran.add(place)
-        self._bring(place, place + 1)
+        self._bring(place, -1 if self.in_backward else place + 1)
 
     def _after_forward(self, place: int, output: Any) -> None:
         if self.in_backward:
@@ -86,13 +89,14 @@ class ParameterGathering:
                 self.free(unit)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
+                self.followed.add(place)
                 tensor.register_hook(lambda _: self._before_backward(place))
 
     def _before_backward(self, place: int) -> None:
         for unit in list(self.whole):  # frozen units complete no gradients, which would free them
             if self.uses[unit][0] > place:
                 self.free(unit)
-        self._bring(place, place - 1)
+        self._bring(place, place - 1 if place - 1 in self.followed else -1)
 
     @torch.no_grad()
     def _bring(self, place: int, following: int) -> None:

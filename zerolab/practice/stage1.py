@@ -43,13 +43,14 @@ class Stage1:
         loss.backward()
 
     @torch.no_grad()
-    def step(self, max_norm: float | None = None) -> None:
+    def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
         """Reduce-scatters the gradients, updates the own shards, all-gathers the new weights."""
         trainable = [unit for unit in self.units if unit.trainable]
         for unit in trainable:
             unit.grad_shard = shard_of(unit.grads(), self.comm.world_size, self.comm.rank)
             self.comm.reduce_scatter(unit.grad_shard, unit.grads())
-        scale = clip_scale(self.comm, [unit.own_grads() for unit in trainable], max_norm)
+        shards = [unit.own_grads() for unit in trainable]
+        scale = clip_scale(self.comm, shards, max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.own_grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)

@@ -51,10 +51,11 @@ class Stage3:
             self.reduction.finish()
 
     @torch.no_grad()
-    def step(self, max_norm: float | None = None) -> None:
+    def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
         """Updates the own shards; nothing is sent until forward needs a unit."""
         trainable = [unit for unit in self.units if unit.trainable]
-        scale = clip_scale(self.comm, [unit.own_grads() for unit in trainable], max_norm)
+        shards = [unit.own_grads() for unit in trainable]
+        scale = clip_scale(self.comm, shards, max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.own_grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)
