@@ -58,6 +58,9 @@ class Count:
     ahead       the same of those that forward is through with before it meets a trained one
     held        persistent bytes by kind after the last backward and before its step
     peak        the largest sum of live tensor bytes inside the last step
+    peak_kinds  what it was made of, by kind
+    timeline    the parts of the last step and the bytes by kind at each one's peak: forward and
+                backward of the units by their place, reductions, updates
     sent        bytes handed to other ranks by collective, in the last step
     wire        bytes that the loopback carried in an average step, for all ranks together;
                 None where the system has no such counter
@@ -73,6 +76,8 @@ class Count:
     padding: int
     held: dict[str, int]
     peak: int
+    peak_kinds: dict[str, int]
+    timeline: list[tuple[str, dict[str, int]]]
     sent: dict[str, int]
     wire: float | None
     losses: list[float]
@@ -88,6 +93,7 @@ def count(job: Job) -> Count:
     named = list(model.named_parameters())
     params = num_parameters(model)
     with Meter() as meter:
+        _mark_uses(model, meter)
         engine = STAGES[job.stage](model, comm, job.options, job.recipe, **job.engine)
         losses = []
         before = loopback_at_rest()
@@ -116,12 +122,32 @@ def count(job: Job) -> Count:
         padding=sum(unit.padded for unit in engine.units) - params,
         held=held,
         peak=meter.peak,
+        peak_kinds=meter.peak_by_kind,
+        timeline=meter.timeline,
         sent=meter.sent_bytes(),
         wire=None if before is None or after is None else (after - before) / job.steps,
         losses=losses,
         digest=digest(torch.cat([working[name].flatten() for name, _ in named])),
         weights=torch.cat([weights[name].flatten() for name, _ in named]),
     )
+
+
+def _mark_uses(model: GPT, meter: Meter) -> None:
+    """Has the meter's timeline tell where each unit's forward and backward begin.
+
+    A stage that is made after this gathers and frees inside the part that it does it for.
+    """
+    for place, module in enumerate(model.units()):
+
+        def before(*_: Any, place: int = place) -> None:
+            meter.mark(f"forward {place}")
+
+        def after(*given: Any, place: int = place) -> None:
+            if given[-1].requires_grad:
+                given[-1].register_hook(lambda _: meter.mark(f"backward {place}"))
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
 
 
 def _whole(engine: Any, comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

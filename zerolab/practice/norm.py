@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from zerolab.practice.comm import Comm
-
-
-class GradientOverflow(ArithmeticError):
-    """A gradient of some rank is not finite; raised on all ranks alike, before any update."""
+from zerolab.practice.guards import GradientOverflow
 
 
 def clip_scale(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
+from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
 from zerolab.practice.sharding import shard_of
@@ -39,7 +40,8 @@ class Stage0:
 
     def backward(self, loss: Tensor) -> None:
         """Adds this rank's gradients to each unit's `full_grads`; sends nothing."""
-        loss.backward()
+        with one_pass(self, loss):
+            loss.backward()
 
     @torch.no_grad()
     def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:

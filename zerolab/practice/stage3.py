@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
 from zerolab.practice.gathering import ParameterGathering
+from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
 from zerolab.practice.reduction import GradientReduction
@@ -46,7 +47,7 @@ class Stage3:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the sums over ranks to each unit's `grad_shard`; gathers every unit once."""
-        with self.gathering.for_backward():
+        with one_pass(self, loss), self.gathering.for_backward():
             loss.backward()
             self.reduction.finish()
 

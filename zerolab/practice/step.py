@@ -11,14 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from zerolab.practice.comm import Comm
-from zerolab.practice.norm import GradientOverflow
+from zerolab.practice.guards import GradientOverflow, StepError, forget_gradients
 from zerolab.practice.precision import LossScale
 
 NO_TARGET = -100  # a target that does not count, as for torch's cross_entropy
-
-
-class StepError(ValueError):
-    """A step that cannot be taken: raised on all ranks alike, and no weight has changed."""
 
 
 def train_step(
@@ -66,9 +62,7 @@ def train_step(
             raise GradientOverflow
         engine.step(max_norm, scale)
     except GradientOverflow:
-        for unit in engine.units:
-            unit.grad_shard = None
-            unit.drop_grads()
+        forget_gradients(engine)
         if loss_scale is None or loss_scale.exhausted:
             raise StepError(
                 f"{[*where, 'The sum of the gradients over ranks'][0]} is not finite; no weight "
