@@ -100,16 +100,16 @@ def test_a_full_device_s_message_is_read_by_kind():
     [
         # 16 bytes of 1,000 parameters; at stage 1 on 4 ranks 12,000 / 4 of optimizer states
         (0, 4, 10_000, {"other": 9_000},
-         "Optimizer states are the largest part: stage 1 would hold 3,000 bytes of them instead of "
-         "12,000; all states together fit from stage 1 on (7,000)."),
+         ("Optimizer states are the largest part: stage 1 would hold 3,000 bytes of them instead "
+          "of 12,000; all states together fit from stage 1 on (7,000).")),
         (0, 4, 5_600, {"other": 9_000}, "fit from stage 2 on (5,500)."),
         (0, 4, 3_000, {"other": 9_000}, "on 4 ranks all states need 4,000 even at stage 3."),
         (1, 4, 20_000, {"gradients": 9_000, "parameters": 2_000},
          "Gradients are the largest part: stage 2 would hold 500 bytes of them instead of 2,000."),
         (2, 4, 20_000, {"parameters": 9_000}, "Parameters are the largest part: stage 3 would"),
         (3, 4, 20_000, {"optimizer_states": 9_000},
-         "Optimizer states are the largest part: 8 ranks at stage 3 would hold 1,500 bytes of them "
-         "instead of 3,000."),
+         ("Optimizer states are the largest part: 8 ranks at stage 3 would hold 1,500 bytes of "
+          "them instead of 3,000.")),
         (0, 1, 20_000, {"optimizer_states": 12_000},
          "Optimizer states are the largest part: 2 ranks at stage 1 would hold 6,000 bytes"),
         (3, 4, 20_000, {"gathered": 9_000}, "gathered parameters: smaller units, or no prefetch"),

@@ -121,7 +121,7 @@ def measure(
     job = Job(stage, recipe, steps=steps, **more)
     _refuse_nonsense(job)
     if world is None:
-        toy = {} if device_memory is None else {"device_memory": device_memory}
+        toy: dict[str, Any] = {} if device_memory is None else {"device_memory": device_memory}
         with World(ranks, **toy) as own_world:
             return _compare(job, own_world, bool(toy))
     return _compare(job, world)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -42,7 +43,7 @@ class ParameterGathering:
         }
         self.arriving: dict[Unit, Callable[[], None]] = {}
         self.whole: set[Unit] = set(self.uses)
-        self.ran: set[int] = set()
+        self.ran, self.group = set[int](), dist.group.WORLD
         self.followed: set[int] = set()  # modules that backward has reason to visit
         for unit in self.uses:
             self.free(unit)
@@ -53,10 +54,10 @@ class ParameterGathering:
 
     def free(self, unit: Unit) -> None:
         """Gives the memory of a unit's whole parameters back; its shard remains."""
-        if unit in self.arriving:  # for nobody: a module that this pass left out
-            self.arriving.pop(unit)()
         if unit in self.whole:
             self.whole.discard(unit)
+            with contextlib.suppress(KeyError, RuntimeError):  # it may still arrive, for nobody
+                self.arriving.pop(unit)()
             unit.full_params.untyped_storage().resize_(0)
             label(unit.full_params, "gathered")
 
@@ -73,6 +74,10 @@ class ParameterGathering:
 
     def _before_forward(self, place: int) -> None:
         if not self.in_backward:
+            if not self.ran and self.group is not dist.group.WORLD:
+                self.arriving.clear()  # never will: the ranks have formed their group anew
+            for unit in () if self.ran else list(self.whole):  # left by a pass that was torn off
+                self.free(unit)
             if place in self.ran:
                 raise RuntimeError(
                     f"The module number {place} of model.units() ran twice in one forward pass: "
@@ -113,6 +118,7 @@ class ParameterGathering:
         if unit in self.whole:
             return
         self.whole.add(unit)
+        self.group = dist.group.WORLD
         unit.full_params.untyped_storage().resize_(unit.full_params.nbytes)
         label(unit.full_params, "gathered")
         self.arriving[unit] = self.comm.start_all_gather(unit.full_params, unit.param_shard)

@@ -21,12 +21,12 @@ class GradientOverflow(ArithmeticError):
 def one_pass(engine: Any, loss: Tensor) -> Iterator[None]:
     """Around one backward pass of an engine: of a good loss, and whole or not at all.
 
-    Gradients of a pass that was torn off are dropped, with those of earlier micro-batches: added
-    to a later pass they would spoil its step, and nobody would see it.
+    A pass that is torn off takes the gradients of all micro-batches with it: what is left of them
+    would spoil the next step unseen.
     """
     if loss.numel() != 1:
         raise StepError(
-            f"backward needs a loss that is one number, and this one has the shape "
+            "backward needs a loss that is one number, and this one has the shape "
             f"{list(loss.shape)}: take its mean."
         )
     if not loss.requires_grad:
@@ -37,6 +37,11 @@ def one_pass(engine: Any, loss: Tensor) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        if reduction := getattr(engine, "reduction", None):
+            reduction.next = len(reduction.order)  # nothing more is sent
+            with contextlib.suppress(RuntimeError):  # of a connection that is gone
+                reduction.finish()  # waits for what is on its way
+            reduction.next, reduction.pending = 0, None
         forget_gradients(engine)
         raise
 
@@ -46,15 +51,14 @@ def forget_gradients(engine: Any) -> None:
     for unit in engine.units:
         unit.grad_shard = None
         unit.drop_grads()
-    if reduction := getattr(engine, "reduction", None):
-        reduction.next, reduction.pending = 0, None
+        for param in unit.params:
+            param.grad = None  # of which autograd was torn away
 
 
 def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
     """From now on a forward pass begins with a look: is each parameter still its unit's own?
 
-    The units' buffers are what is reduced, updated and gathered. A parameter that is not in them
-    any more would silently keep its old value, or a value of its own on each rank.
+    One that is not in its unit's buffers would keep its value, and not be updated or gathered.
     """
     own = {name: (param, unit) for unit in dict.fromkeys(units)
            for name, param in zip(unit.names, unit.params, strict=True)}  # fmt: skip

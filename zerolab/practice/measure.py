@@ -93,7 +93,7 @@ def count(job: Job) -> Count:
     named = list(model.named_parameters())
     params = num_parameters(model)
     with Meter() as meter:
-        _mark_uses(model, meter)
+        _mark_uses(model, meter)  # first, so that a stage gathers in the part that it does it for
         engine = STAGES[job.stage](model, comm, job.options, job.recipe, **job.engine)
         losses = []
         before = loopback_at_rest()
@@ -133,10 +133,7 @@ def count(job: Job) -> Count:
 
 
 def _mark_uses(model: GPT, meter: Meter) -> None:
-    """Has the meter's timeline tell where each unit's forward and backward begin.
-
-    A stage that is made after this gathers and frees inside the part that it does it for.
-    """
+    """Has the meter's timeline tell where each unit's forward and backward begin."""
     for place, module in enumerate(model.units()):
 
         def before(*_: Any, place: int = place) -> None:

@@ -169,9 +169,9 @@ class Meter(TorchDispatchMode):
                 f"out of memory on the toy device: {total:,} bytes are needed and it has "
                 f"{self.capacity:,}; at this moment: {made_of}"
             )
-        if total > self.peak:
+        if total >= self.peak:  # equal, too: a label may have come
             self.peak, self.peak_by_kind = total, self._by_kind()
-        if self.timeline and total > self._part_peak:
+        if self.timeline and total >= self._part_peak:
             self._part_peak, self.timeline[-1] = total, (self.timeline[-1][0], self._by_kind())
 
     def _by_kind(self) -> dict[str, int]:

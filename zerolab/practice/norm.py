@@ -20,9 +20,8 @@ def clip_scale(
     `grad_shards` are this rank's shards of the gradients summed over ranks. Every rank squares
     its own shards and the squares are added up over ranks, both in float64: local norms 3 and 4
     make 5, not 4 and not 7. Padding is zero and adds nothing. Without max_norm nothing is sent.
-
-    A `loss_scale` is what the loss was multiplied by; it is divided out here. The squares are
-    added up then in any case: what is not finite on one rank is GradientOverflow on all.
+    A `loss_scale`, which the loss was multiplied by, is divided out again; then the squares are
+    added up in any case, and if one is not finite it is GradientOverflow on all ranks.
     """
     scale = 1 / comm.world_size / (loss_scale or 1)
     if max_norm is None and loss_scale is None:

@@ -24,11 +24,10 @@ class Precision:
 PRECISIONS = {
     "adamw-mixed": Precision(torch.bfloat16, torch.bfloat16, True, "adamw-mixed"),  # 2+2+4+4+4
     "adamw-mixed-fp16": Precision(torch.float16, torch.float16, True, "adamw-mixed"),  # the same
-    "adamw-mixed-fp32-grads": Precision(
-        torch.bfloat16, torch.float32, True, "adamw-mixed-fp32-grads"
-    ),  # 2+4+4+4+4
+    "adamw-mixed-fp32-grads": Precision(torch.bfloat16, torch.float32, True,
+                                        "adamw-mixed-fp32-grads"),  # 2+4+4+4+4
     "adamw-fp32": Precision(torch.float32, torch.float32, False, "adamw-fp32"),  # 4+4+0+4+4
-}
+}  # fmt: skip
 
 
 def precision_of(recipe: str) -> Precision:

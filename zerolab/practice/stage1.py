@@ -51,8 +51,7 @@ class Stage1:
         for unit in trainable:
             unit.grad_shard = shard_of(unit.grads(), self.comm.world_size, self.comm.rank)
             self.comm.reduce_scatter(unit.grad_shard, unit.grads())
-        shards = [unit.own_grads() for unit in trainable]
-        scale = clip_scale(self.comm, shards, max_norm, loss_scale)
+        scale = clip_scale(self.comm, [u.own_grads() for u in trainable], max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.own_grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)

@@ -52,8 +52,7 @@ class Stage2:
     def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
         """Updates the own shards and all-gathers the new weights."""
         trainable = [unit for unit in self.units if unit.trainable]
-        shards = [unit.own_grads() for unit in trainable]
-        scale = clip_scale(self.comm, shards, max_norm, loss_scale)
+        scale = clip_scale(self.comm, [u.own_grads() for u in trainable], max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.own_grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)
