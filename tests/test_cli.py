@@ -76,6 +76,13 @@ def test_measure_takes_what_a_stage_and_a_step_can_be_told(capsys):
     assert measured["control_bytes"] == 8  # the norm's square, to one other rank
 
 
+def test_measure_in_fp16_says_that_the_loss_is_not_scaled(capsys):
+    for recipe, said in (("adamw-mixed-fp16", True), ("adamw-mixed", False)):
+        code, out, _ = run(capsys, f"measure --stage 1 --ranks 1 --steps 1 --recipe {recipe}")
+        assert code == 0
+        assert ("the loss is not scaled here" in out) == said
+
+
 def test_measure_exits_with_1_when_derived_and_counted_differ(capsys, monkeypatch):
     import zerolab.course.measure as module
 

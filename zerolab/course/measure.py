@@ -89,11 +89,13 @@ class Comparison:
 
     def as_text(self) -> str:
         """The table, and what differs a little from run to run and from system to system."""
+        half = precision_of(self.recipe).working == torch.float16
+        scaled = "\nthe loss is not scaled here; zerolab train does that" if half else ""
         wire = self.wire_reason if self.wire_bytes is None else f"{self.wire_bytes:,}"
         return (
             f"{self.table()}\n"
             f"peak inside a step, activations included: {self.peak_bytes:,} bytes\n"
-            f"on the wire, packet headers included: {wire} bytes per rank and step"
+            f"on the wire, packet headers included: {wire} bytes per rank and step{scaled}"
         )
 
 
