@@ -292,6 +292,9 @@ def test_the_loss_scale_moves_as_torch_s_own_does():
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflowed)), 2.0, 0.5, 5)
         assert (ours.scale, ours.good_steps) == (scale.item(), tracker.item())
     assert ours.skipped_steps > 0
+    ours = LossScale(1.5)
+    ours.update(overflowed=True)
+    assert (ours.scale, ours.exhausted) == (1.0, True)  # ours alone: no smaller than that
     torch_s = torch.amp.GradScaler("cpu")
     assert LossScale().scale == torch_s.get_scale()
     assert LossScale().growth == torch_s.get_growth_factor()
