@@ -63,7 +63,24 @@ def test_measure_prints_the_contract_s_object(capsys):
     assert set(measured["sent_bytes"]["measured"]) == {
         "all_reduce", "reduce_scatter", "all_gather", "total"}  # fmt: skip
     assert measured["peak_bytes"] > measured["held_bytes"]["measured"]["total"]
+    assert sum(measured["peak_by_kind"].values()) == measured["peak_bytes"]
     assert (measured["wire_bytes"] is None) == (measured["wire_reason"] is not None)
+
+
+def test_measure_takes_what_a_stage_and_a_step_can_be_told(capsys):
+    options = "--micro-batches 2 --max-norm 0.5 --overlap --prefetch --device-memory 2MB"
+    code, out, _ = run(capsys, f"measure --stage 3 --ranks 2 --steps 1 --json {options}")
+    measured = json.loads(out)
+    assert code == 0
+    assert measured["sent_bytes"]["measured"]["all_gather"] == 4 * 104_334  # 2 for each of two
+    assert measured["control_bytes"] == 8  # the norm's square, to one other rank
+
+
+def test_measure_in_fp16_says_that_the_loss_is_not_scaled(capsys):
+    for recipe, said in (("adamw-mixed-fp16", True), ("adamw-mixed", False)):
+        code, out, _ = run(capsys, f"measure --stage 1 --ranks 1 --steps 1 --recipe {recipe}")
+        assert code == 0
+        assert ("the loss is not scaled here" in out) == said
 
 
 def test_measure_exits_with_1_when_derived_and_counted_differ(capsys, monkeypatch):
@@ -99,6 +116,11 @@ def test_measure_exits_with_1_when_derived_and_counted_differ(capsys, monkeypatc
         ("measure --stage 8 --ranks 2", "choose one of"),
         ("measure --stage 1 --ranks 2 --steps 0", "at least 1"),
         ("measure --stage 1 --ranks 2 --recipe adafactor", "adamw-mixed"),
+        ("measure --stage 1 --ranks 2 --micro-batches 0", "at least 1"),
+        ("measure --stage 1 --ranks 2 --clip 0", "above 0"),
+        ("measure --stage 1 --ranks 2 --prefetch", "no prefetch: it begins with stage 3"),
+        ("measure --stage 0 --ranks 2 --device-memory 1MB", "stage 1 would hold 626,004 bytes"),
+        ("train --stage 0 --ranks 2 --device-memory 1MB", "stage 1 would hold 626,004 bytes"),
         ("fly", "fly"),
         ("", "COMMAND"),
     ],

@@ -79,6 +79,27 @@ def test_the_peak_remembers_what_was_freed_and_what_it_was_made_of():
     assert kept.numel() == 100
 
 
+def test_a_timeline_has_each_part_s_own_peak():
+    with Meter() as meter:
+        kept = label(torch.zeros(100), "parameters")
+        assert meter.timeline == []
+        meter.mark("first")
+        gone = torch.zeros(900)
+        del gone
+        meter.mark("second")
+        more = label(torch.zeros(50), "gradients")
+        assert meter.timeline == [
+            ("first", {"parameters": 400, "other": 3600}),
+            ("second", {"parameters": 400, "gradients": 200}),
+        ]
+        del more
+        meter.mark("third")
+        assert meter.timeline[-1] == ("third", {"parameters": 400})
+        meter.reset_peak()
+        assert meter.timeline == []
+    assert kept.numel() == 100
+
+
 def native_collectives():
     import torch.distributed as dist
 

@@ -1,12 +1,20 @@
 """Stages 0 to 3: derived bytes are counted bytes, and the weights have the bits of one process."""
 
+import sys
+from dataclasses import replace
+
+import cloudpickle
 import pytest
 
 from zerolab.course.measure import measure
-from zerolab.practice.gpt import GPTConfig
+from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES, Job
 from zerolab.practice.precision import PRECISIONS
 from zerolab.theory.memory import RECIPES
+from zerolab.theory.plan import plan
+from zerolab.theory.strategy import Strategy
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import pytest
 
 RANKS = [1, 2, 3, 4]
 FAST = {"overlap": True, "prefetch": True}
@@ -77,6 +85,81 @@ def test_accumulation_sends_2_2_a_plus_1_and_3a(world_of, micro_batches):
     assert passes == {0: 2, 1: 2, 2: a + 1, 3: 3 * a}
 
 
+FROZEN = {
+    "first-unit": ("embedding",),  # forward alone needs it
+    "first-units": ("embedding", "blocks.0"),
+    "middle-unit": ("blocks.0",),
+    "last-unit": ("head",),
+    "part-of-a-unit": ("blocks.1.qkv", "embedding.token"),
+    "all-but-the-first": ("blocks", "head"),
+}
+SMALL = GPTConfig(width=12, heads=2, layers=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_have_no_gradients_no_states_and_the_bits_of_one_process(
+    world_of, stage, names, ranks
+):
+    world, model = world_of(ranks), replace(SMALL, frozen=names)
+    more = {"micro_batches": 2, "max_norm": 0.3, "engine": fast(stage), "steps": 2}
+    expect_agreement(measure(stage, ranks, world=world, model=model, **more))
+
+
+@pytest.mark.parametrize("names", [("embedding",), ("blocks.0",)])
+def test_stage_3_gathers_for_backward_only_what_backward_comes_to(world_of, names):
+    world, model = world_of(2), replace(SMALL, frozen=names)
+    compared = measure(3, 2, steps=1, world=world, model=model, engine=FAST)
+    params = dict(GPT(SMALL).named_parameters())
+    even = [
+        -(-sum(p.numel() for n, p in params.items() if n.startswith(unit)) // 2) * 2
+        for unit in ("embedding", "blocks.0", "blocks.1", "head")
+    ]
+    passes = 2 * sum(even) - (even[0] if names == ("embedding",) else 0)
+    assert compared.sent_bytes["measured"]["all_gather"] == 2 * passes // 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_planner_s_frozen_parameters_are_those_that_are_counted(world_of, stage):
+    sizes = replace(SMALL, vocab=14)  # even units, so that two ranks pad nothing
+    model = replace(sizes, frozen=("blocks.0",))
+    compared = measure(stage, 2, steps=1, world=world_of(2), model=model)
+    frozen = sum(p.numel() for p in GPT(model).parameters() if not p.requires_grad)
+    planned = plan(compared.params, 2, Strategy(stage, frozen=frozen))
+    assert compared.padding == 0
+    assert planned.held == compared.held_bytes["measured"]
+    assert planned.sent == compared.sent_bytes["measured"]
+
+
+def with_nothing(config):
+    """The small GPT with a parameter of no elements in a unit, and a frozen one in another."""
+    import torch
+
+    model = GPT(config)
+    model.blocks[0].nothing = torch.nn.Parameter(torch.empty(0, 3))
+    frozen = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    model.head.nothing = frozen
+    return model
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_without_elements_changes_no_bit_and_no_byte(world_of, stage, ranks):
+    more = {"steps": 2, "world": world_of(ranks), "model": SMALL, "engine": fast(stage)}
+    compared = expect_agreement(measure(stage, ranks, build=with_nothing, **more))
+    free = measure(stage, ranks, **more)
+    assert compared.held_bytes == free.held_bytes
+    assert compared.sent_bytes == free.sent_bytes
+    assert compared.losses == free.losses
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_recomputation_with_prefetch_gathers_no_unit_a_third_time(world_of, ranks):
+    model = replace(SMALL, recompute=True)
+    expect_agreement(measure(3, ranks, steps=2, world=world_of(ranks), model=model, engine=FAST))
+
+
 def test_clipping_by_the_global_norm_changes_the_weights_alike_at_every_stage(world_of):
     free = measure(1, 3, steps=2, world=world_of(3))
     clipped = [measure(s, 3, steps=2, world=world_of(3), max_norm=1e-9) for s in STAGES]
@@ -139,7 +222,8 @@ def test_a_stage_that_is_dropped_leaves_no_tensor(world_of, stage):
 
 def test_every_recipe_that_ranks_can_run_is_derived_with_the_same_bytes():
     for name, precision in PRECISIONS.items():
-        recipe = RECIPES[name]
+        recipe = RECIPES[precision.bytes_of]
+        assert precision.bytes_of == name or name not in RECIPES  # an alias hides no recipe
         assert recipe.parameter == precision.working.itemsize
         assert recipe.gradient == precision.gradient.itemsize
         assert ("master weight" in dict(recipe.optimizer)) == precision.master_weights
@@ -152,6 +236,10 @@ def test_every_recipe_that_ranks_can_run_is_derived_with_the_same_bytes():
         ({"stage": 1, "ranks": 2, "recipe": "adam-9000"}, "adamw-mixed"),
         ({"stage": 1, "ranks": 2, "steps": 0}, "at least 1"),
         ({"stage": 1, "ranks": 0}, "at least 1"),
+        ({"stage": 1, "ranks": 2, "micro_batches": 0}, "at least 1"),
+        ({"stage": 1, "ranks": 2, "max_norm": 0.0}, "above 0"),
+        ({"stage": 1, "ranks": 2, "engine": {"overlap": True}}, "no overlap: it begins with st"),
+        ({"stage": 2, "ranks": 2, "engine": {"prefetch": True}}, "no prefetch: it begins with"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, words):

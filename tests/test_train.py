@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from zerolab.practice import data
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import Job, train_in_one_process
+from zerolab.practice.precision import LossScale
 from zerolab.practice.train import Training, on_rank, right_answers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import pytest
@@ -29,12 +31,13 @@ FORGETFUL = AdamWOptions(beta1=0.0)  # its momentum is the last gradient
 # ---- what ranks run
 
 
-def begin(stage, recipe="adamw-mixed", options=None, config=SMALL):
+def begin(stage, recipe="adamw-mixed", options=None, config=SMALL, loss_scale=None):
     from zerolab.practice.comm import Comm
     from zerolab.practice.measure import STAGES as ENGINES
     from zerolab.practice.rank import namespace
 
     namespace()["engine"] = ENGINES[stage](GPT(config), Comm(), options, recipe)
+    namespace()["loss_scale"] = loss_scale
 
 
 def weights(state="master"):
@@ -56,19 +59,43 @@ def step(batches_of, max_norm=None):
     engine = namespace()["engine"]
     try:
         batches = batches_of(engine.comm.rank, engine.comm.world_size)
-        return train_step(engine, batches, max_norm)
+        return train_step(engine, batches, max_norm, namespace()["loss_scale"])
     except StepError as refusal:
         return str(refusal)
 
 
-def poison(rank, name):
-    """Makes one rank's gradient of one parameter NaN, until the hook that it returns goes."""
+def optimizer_bits():
+    """This rank's master weights, moments and working parameters, and how many updates there were.
+
+    Whole gradients or shards of them that a step has left would be in it too.
+    """
+    from zerolab.practice.measure import digest
+    from zerolab.practice.rank import namespace
+
+    flats, left = [], []
+    for unit in namespace()["engine"].units:
+        flats += [unit.adamw.master, unit.adamw.momentum, unit.adamw.variance, unit.param_shard]
+        left += [flat for flat in (unit.grad_shard, unit.full_grads) if flat is not None]
+    return [digest(flat) for flat in (*flats, *left)], unit.adamw.steps
+
+
+def the_loss_scale():
+    from zerolab.practice.rank import namespace
+
+    return namespace()["loss_scale"]
+
+
+def poison(rank, name, value=float("nan")):
+    """Makes one rank's gradient of one parameter NaN, or another value, until it is healed.
+
+    With `rank` None, the gradients of all ranks.
+    """
     from zerolab.practice.rank import namespace
 
     engine = namespace()["engine"]
     param = dict(engine.model.named_parameters())[name]
-    if engine.comm.rank == rank:
-        namespace()["poison"] = param.register_hook(lambda grad: grad * float("nan"))
+    if rank in (None, engine.comm.rank):
+        namespace()["poison"] = param.register_hook(lambda grad: torch.full_like(grad, value))
 
 
 def heal():
@@ -88,7 +115,7 @@ def trainer_state():
         adamw = unit.adamw
         flats += [adamw.master, adamw.momentum, adamw.variance, unit.param_shard]
     bits = [digest(flat) for flat in (*flats, torch.get_rng_state())]
-    return bits, trainer.steps, trainer.about, unit.adamw.steps
+    return bits, trainer.steps, trainer.about, unit.adamw.steps, trainer.loss_scale
 
 
 # ---- a step
@@ -173,25 +200,142 @@ def test_nan_gradients_are_named_by_rank_and_parameter_and_change_nothing(world_
     assert torch.equal(world.run(weights)[0], after)  # nothing of the bad step was left
 
 
+# ---- a step in fp16
+
+
+FP16 = "adamw-mixed-fp16"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_a_loss_scale_steps_and_skipped_steps_have_the_bits_of_one_process(
+    world_of, stage, ranks
+):
+    world, begins = world_of(ranks), LossScale(2.0**22, growth_interval=2)
+    job = Job(stage, FP16, SMALL, steps=9, micro_batches=3, max_norm=0.3, loss_scale=begins)
+    world.run(begin, stage, FP16, None, SMALL, begins)
+    scales = []
+    for number in range(job.steps):
+        world.run(
+            step,
+            lambda rank, n, number=number: [data.batch(3 * number + m, rank, n) for m in range(3)],
+            0.3,
+        )
+        told = world.run(the_loss_scale)
+        assert told == [told[0]] * ranks
+        scales.append(told[0].scale)
+    assert scales[0] < begins.scale  # the first step was skipped
+    assert max(after / before for before, after in itertools.pairwise(scales)) == 2  # it grew, too
+    assert 0 < told[0].skipped_steps < job.steps - 2
+    (expected,) = world.run(lambda: train_in_one_process(job, ranks)[0], ranks=[0])
+    assert torch.equal(world.run(weights)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("rank", "value"),
+    [(1, float("inf")), (2, float("nan")), (None, 40_000.0)],
+    ids=["inf-on-one-rank", "nan-on-one-rank", "in-the-sum-alone"],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_anywhere_skips_the_step_everywhere_and_changes_no_bit(
+    world_of, stage, rank, value
+):
+    world = world_of(3)
+    world.run(begin, stage, FP16, None, SMALL, LossScale(1024.0))
+    world.run(step, one_each)
+    before = world.run(optimizer_bits)
+    world.run(poison, rank, "blocks.0.up.weight", value)  # 40,000 fits in fp16, its sum does not
+    losses = world.run(step, one_each)
+    assert losses == [losses[0]] * 3
+    assert losses[0] > 0
+    world.run(heal)
+    assert world.run(optimizer_bits) == before
+    halved = LossScale(512.0, good_steps=0, skipped_steps=1)
+    assert world.run(the_loss_scale) == [halved] * 3
+    world.run(step, one_each)
+    assert world.run(the_loss_scale) == [dataclasses.replace(halved, good_steps=1)] * 3
+    after = world.run(weights)[0]
+    world.run(begin, stage, FP16, None, SMALL, LossScale(1024.0))
+    world.run(step, one_each)
+    world.run(step, one_each)  # no overflow, and a scale that is a power of two: the same bits
+    assert torch.equal(world.run(weights)[0], after)
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [(1, "The gradient of blocks.0.up.weight on rank 1 is not"), (None, "The sum of the grad")],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_overflows_at_the_smallest_scale_is_an_error_on_all_ranks(
+    world_of, stage, rank, words
+):
+    world = world_of(3)
+    world.run(begin, stage, FP16, None, SMALL, LossScale(2.0))
+    before = world.run(optimizer_bits)
+    world.run(poison, rank, "blocks.0.up.weight", 40_000.0 if rank is None else float("inf"))
+    assert world.run(step, one_each)[0] > 0
+    said = world.run(step, one_each)
+    world.run(heal)
+    assert said == [said[0]] * 3
+    assert said[0].startswith(words)
+    assert world.run(optimizer_bits) == before
+    assert world.run(the_loss_scale) == [LossScale(1.0, skipped_steps=1)] * 3
+    assert world.run(step, one_each)[0] > 0
+
+
+def test_the_loss_scale_moves_as_torch_s_own_does():
+    torch.manual_seed(0)
+    ours = LossScale(growth_interval=5, smallest=0.0)  # torch's own has no smallest
+    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for overflowed in (torch.rand(400) < 0.15).tolist():
+        ours.update(overflowed)
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflowed)), 2.0, 0.5, 5)
+        assert (ours.scale, ours.good_steps) == (scale.item(), tracker.item())
+    assert ours.skipped_steps > 0
+    ours = LossScale(1.5)
+    ours.update(overflowed=True)
+    assert (ours.scale, ours.exhausted) == (1.0, True)  # ours alone: no smaller than that
+    torch_s = torch.amp.GradScaler("cpu")
+    assert LossScale().scale == torch_s.get_scale()
+    assert LossScale().growth == torch_s.get_growth_factor()
+    assert LossScale().backoff == torch_s.get_backoff_factor()
+    assert LossScale().growth_interval == torch_s.get_growth_interval()
+
+
 # ---- a training
 
 
+def scale_from(loss_scale):
+    """Gives a Trainer in fp16 another scale to begin with: one that moves within a few steps."""
+    from zerolab.practice.rank import namespace
+
+    if namespace()["trainer"].loss_scale:
+        namespace()["trainer"].loss_scale = loss_scale
+
+
+@pytest.mark.parametrize("recipe", ["adamw-mixed", FP16])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(world_of, tmp_path, stage):
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(world_of, tmp_path, stage, recipe):
     config = dataclasses.replace(SMALL, dropout=0.2)  # each rank has random states of its own
-    training = Training(stage, micro_batches=2, lines=11, model=config)
-    world = world_of(2)
+    training = Training(stage, recipe, micro_batches=2, lines=11, model=config)
+    world, moving = world_of(2), LossScale(2.0**20, growth_interval=2)
     world.run(on_rank, "begin", training, None, False)
+    world.run(scale_from, moving)
     for _ in range(2):
         world.run(on_rank, "advance", 3, True)
     uninterrupted = world.run(trainer_state)
     world.run(on_rank, "begin", training, str(tmp_path), False)
+    world.run(scale_from, moving)
     world.run(on_rank, "advance", 3, True)
     world.run(lambda: torch.manual_seed(99))
-    steps, _, curve = world.run(on_rank, "begin", training, str(tmp_path), True)[0]
+    steps, _, curve, _ = world.run(on_rank, "begin", training, str(tmp_path), True)[0]
     assert (steps, len(curve)) == (3, 1)
     world.run(on_rank, "advance", 3, True)
     assert world.run(trainer_state) == uninterrupted
+    if recipe == FP16:
+        ended = uninterrupted[0][-1]
+        assert 0 < ended.skipped_steps < 6
+        assert ended.growth_interval == 2
 
 
 def test_the_rate_of_right_answers_rises_far_above_chance(world_of):
@@ -272,6 +416,18 @@ def test_train_saves_resumes_at_another_stage_and_keeps_the_curve(capsys, tmp_pa
         assert err.count("\n") == 1
 
 
+def test_training_in_fp16_tells_its_loss_scale_and_what_was_skipped(capsys):
+    line = f"train --stage 1 --ranks 1 --steps 2 --every 2 --recipe {FP16}"
+    code, out, err = run(capsys, line)
+    assert code == 0
+    assert "loss scale 65536, 0 steps skipped" in out.splitlines()
+    assert err.endswith(", scale 65536, 0 steps skipped\n")
+    code, out, _ = run(capsys, f"{line} --json")
+    told = json.loads(out)
+    assert (told["recipe"], told["loss_scale"], told["skipped_steps"]) == (FP16, 65536, 0)
+    assert str(LossScale(2.0**15, skipped_steps=1)) == "scale 32768, 1 step skipped"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -336,8 +492,8 @@ def test_a_bar_moves_in_a_terminal_and_only_there(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(sys, "stderr", stream)
         progress = _Progress(Namespace(steps=200))
-        progress.show(50, 1.5, [])
-        progress.show(100, 1.25, [(100, 1.3, 0.07)])
+        progress.show(50, 1.5, [], None)
+        progress.show(100, 1.25, [(100, 1.3, 0.07)], None)
         progress.end_line()
         assert [part for part in stream.getvalue().replace("\n", "\r").split("\r") if part] == (
             expected

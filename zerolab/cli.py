@@ -53,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--ranks", type=int, required=True, help="how many processes")
     measure.add_argument("--steps", type=int, default=10, help="optimizer steps (default 10)")
     measure.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
+    measure.add_argument("--micro-batches", type=int, default=1, help="per rank and step")
+    measure.add_argument("--clip", "--max-norm", type=float, help="largest norm of the gradient")
+    measure.add_argument("--overlap", action="store_true", help="reduce during backward (2, 3)")
+    measure.add_argument("--prefetch", action="store_true", help="gather the next unit early (3)")
+    measure.add_argument("--device-memory", metavar="SIZE", help="of a toy device, such as '2 MB'")
     measure.add_argument("--json", action="store_true", help="print one JSON object")
     measure.set_defaults(run=_measure)
 
@@ -86,6 +91,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     from zerolab.course.measure import measure
 
-    compared = measure(arguments.stage, arguments.ranks, arguments.recipe, arguments.steps)
+    a = arguments
+    options = {name: True for name in ("overlap", "prefetch") if getattr(a, name)}
+    more = {"micro_batches": a.micro_batches, "max_norm": a.clip, "engine": options}
+    compared = measure(a.stage, a.ranks, a.recipe, a.steps, device_memory=a.device_memory, **more)
     print(json.dumps(compared.as_dict(), indent=2) if arguments.json else compared.as_text())
     return 0 if compared.agrees else 1

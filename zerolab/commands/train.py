@@ -7,7 +7,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerolab.practice.precision import LossScale
 
 CALL_STEPS = 5  # steps between two signs of life
 CALL_LIMIT_S = 3600.0  # for one call: training is slow on some machines, and Ctrl-C is there
@@ -38,6 +41,7 @@ def add_train(commands: Any) -> None:
                        help="folder to save to; one that all hosts share")  # fmt: skip
     train.add_argument("--resume", action="store_true",
                        help="go on from the last one there, of any stage and ranks")  # fmt: skip
+    train.add_argument("--device-memory", metavar="SIZE", help="of a toy device, such as '8 MB'")
     train.add_argument("--json", action="store_true", help="print one JSON object")
     train.set_defaults(run=_train)
 
@@ -53,6 +57,8 @@ def _train(arguments: argparse.Namespace) -> int:
     size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") if by_launcher else None
     if size and a.ranks not in (None, int(size)):
         raise ValueError(f"the launcher started {size} ranks: leave --ranks {a.ranks} away.")
+    if by_launcher and a.device_memory:
+        raise ValueError("a launcher's ranks have no toy device: leave --device-memory away.")
     a.ranks = int(size) if size else 2 if a.ranks is None else a.ranks
     progress = _Progress(a)
     try:
@@ -95,21 +101,32 @@ def _refuse_nonsense(a: argparse.Namespace, there: list[str]) -> None:
 
 
 def _run(a: argparse.Namespace, progress: _Progress) -> None:
+    from zerolab.course.advice import what_would_help
+    from zerolab.practice.gpt import GPT, num_parameters
+    from zerolab.practice.precision import precision_of
     from zerolab.practice.train import Training, on_rank
-    from zerolab.practice.world import World
+    from zerolab.practice.world import RankError, World
 
     training = Training(a.stage, a.recipe, a.micro_batches, a.clip, a.seed)
     folder = str(a.checkpoint.absolute()) if a.checkpoint else None
-    with World(a.ranks, timeout=CALL_LIMIT_S) as world:
+    toy = {"device_memory": a.device_memory} if a.device_memory else {}
+    with World(a.ranks, timeout=CALL_LIMIT_S, **toy) as world:
         progress.ranks = world.size
 
         def call(*what: Any) -> Any:
-            answer = world.run(on_rank, *what)[0]
+            try:
+                answer = world.run(on_rank, *what)[0]
+            except RankError as error:
+                params, recipe = num_parameters(GPT()), precision_of(a.recipe).bytes_of
+                advice = what_would_help(error, a.stage, world.size, params, recipe)
+                if not advice:
+                    raise
+                raise RankError(f"{error}. {advice}") from None
             if isinstance(answer, Exception):
                 raise answer
             return answer
 
-        progress.steps, _, progress.curve = call("begin", training, folder, a.resume)
+        progress.steps, _, progress.curve, _ = call("begin", training, folder, a.resume)
         if progress.steps >= a.steps:
             raise ValueError(f"step {progress.steps} was reached already: give a larger --steps.")
         while progress.steps < a.steps:
@@ -124,6 +141,7 @@ class _Progress:
     def __init__(self, a: argparse.Namespace) -> None:
         self.a, self.ranks, self.steps = a, 0, 0
         self.curve: list[tuple[int, float, float]] = []
+        self.loss_scale: LossScale | None = None
         self.terminal, self.open_line = sys.stderr.isatty(), False
 
     @property
@@ -131,14 +149,21 @@ class _Progress:
         """Of a launcher's processes the first one speaks."""
         return os.environ.get("RANK", "0") == "0"
 
-    def show(self, steps: int, loss: float, curve: list[tuple[int, float, float]]) -> None:
+    def show(
+        self,
+        steps: int,
+        loss: float,
+        curve: list[tuple[int, float, float]],
+        loss_scale: LossScale | None,
+    ) -> None:
         """Draws where the training is now."""
         evaluated = len(curve) > len(self.curve)
-        self.steps, self.curve = steps, curve
+        self.steps, self.curve, self.loss_scale = steps, curve, loss_scale
         if not self.speaks or not (self.terminal or evaluated):
             return
         right = f", {curve[-1][2]:.1%} right at step {curve[-1][0]}" if curve else ""
-        text = f"step {steps:,} of {self.a.steps:,}, loss {loss:.3f}{right}"
+        scale = f", {loss_scale}" if loss_scale else ""
+        text = f"step {steps:,} of {self.a.steps:,}, loss {loss:.3f}{right}{scale}"
         if self.terminal:
             done = min(20, 20 * steps // self.a.steps)
             text = f"\r[{'#' * done}{'.' * (20 - done)}] {text} "
@@ -167,6 +192,8 @@ class _Progress:
             "right": self.curve[-1][2],
             "curve": [dict(zip(("step", "loss", "right"), point, strict=True))
                       for point in self.curve],
+            "loss_scale": self.loss_scale and self.loss_scale.scale,
+            "skipped_steps": self.loss_scale.skipped_steps if self.loss_scale else 0,
             "checkpoint": kept,
         }  # fmt: skip
 
@@ -179,6 +206,7 @@ class _Progress:
             f"loss           {_bars(losses, max(losses))}  {losses[0]:.3f} -> {losses[-1]:.3f}",
             f"right answers  {_bars(rights, 1.0)}  {rights[0]:.1%} -> {rights[-1]:.1%}",
             "of 500 sums that were kept for testing (guessing: below 1 %)",
+            *([f"loss {self.loss_scale}"] if self.loss_scale else []),
             *([f"checkpoint     {made['checkpoint']}"] if made["checkpoint"] else []),
         ])  # fmt: skip
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -42,7 +43,8 @@ class ParameterGathering:
         }
         self.arriving: dict[Unit, Callable[[], None]] = {}
         self.whole: set[Unit] = set(self.uses)
-        self.ran: set[int] = set()
+        self.ran, self.group = set[int](), dist.group.WORLD
+        self.followed: set[int] = set()  # modules that backward has reason to visit
         for unit in self.uses:
             self.free(unit)
         model.register_forward_pre_hook(lambda *_: self.ran.clear())
@@ -54,6 +56,8 @@ class ParameterGathering:
         """Gives the memory of a unit's whole parameters back; its shard remains."""
         if unit in self.whole:
             self.whole.discard(unit)
+            with contextlib.suppress(KeyError, RuntimeError):  # it may still arrive, for nobody
+                self.arriving.pop(unit)()
             unit.full_params.untyped_storage().resize_(0)
             label(unit.full_params, "gathered")
 
@@ -70,13 +74,17 @@ class ParameterGathering:
 
     def _before_forward(self, place: int) -> None:
         if not self.in_backward:
+            if not self.ran and self.group is not dist.group.WORLD:
+                self.arriving.clear()  # never will: the ranks have formed their group anew
+            for unit in () if self.ran else list(self.whole):  # left by a pass that was torn off
+                self.free(unit)
             if place in self.ran:
                 raise RuntimeError(
                     f"The module number {place} of model.units() ran twice in one forward pass: "
                     "stage 3 frees a unit after its first use. Make each use a unit of its own."
                 )
             self.ran.add(place)
-        self._bring(place, place + 1)
+        self._bring(place, -1 if self.in_backward else place + 1)
 
     def _after_forward(self, place: int, output: Any) -> None:
         if self.in_backward:
@@ -86,13 +94,14 @@ class ParameterGathering:
                 self.free(unit)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
+                self.followed.add(place)
                 tensor.register_hook(lambda _: self._before_backward(place))
 
     def _before_backward(self, place: int) -> None:
         for unit in list(self.whole):  # frozen units complete no gradients, which would free them
             if self.uses[unit][0] > place:
                 self.free(unit)
-        self._bring(place, place - 1)
+        self._bring(place, place - 1 if place - 1 in self.followed else -1)
 
     @torch.no_grad()
     def _bring(self, place: int, following: int) -> None:
@@ -109,6 +118,7 @@ class ParameterGathering:
         if unit in self.whole:
             return
         self.whole.add(unit)
+        self.group = dist.group.WORLD
         unit.full_params.untyped_storage().resize_(unit.full_params.nbytes)
         label(unit.full_params, "gathered")
         self.arriving[unit] = self.comm.start_all_gather(unit.full_params, unit.param_shard)

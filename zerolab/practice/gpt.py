@@ -23,6 +23,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = False  # the head's matrix is the token embedding's
     recompute: bool = False  # blocks keep their input alone, and run forward again in backward
+    frozen: tuple[str, ...] = ()  # parameters whose names begin so are not trained
 
 
 class Embedding(nn.Module):
@@ -84,6 +85,8 @@ class GPT(nn.Module):
             self.head = Head(c)
         if c.tied:
             self.head.out.weight = self.embedding.token.weight
+        for name, param in self.named_parameters():
+            param.requires_grad = not name.startswith(c.frozen)
 
     def units(self) -> list[nn.Module]:
         """The groups of parameters that are gathered and freed together, in forward order."""

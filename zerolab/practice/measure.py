@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zerolab.practice.adamw import AdamW, AdamWOptions
 from zerolab.practice.comm import Comm, sum_in_rank_order
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.meter import Meter, loopback_bytes
-from zerolab.practice.precision import precision_of
+from zerolab.practice.precision import LossScale, precision_of
 from zerolab.practice.sharding import flatten, views
 from zerolab.practice.stage0 import Stage0
 from zerolab.practice.stage1 import Stage1
@@ -32,6 +33,8 @@ class Job:
     """What to train and how: `micro_batches` a step on each rank, gradients clipped to `max_norm`.
 
     `options` are the optimizer's; `engine` are keyword arguments of the stage, such as overlap.
+    `build` makes the model from its sizes. With a `loss_scale`, where it begins, the steps in one
+    process are those of `train_step`; `count` scales no loss, so that all its steps are alike.
     """
 
     stage: int
@@ -42,15 +45,22 @@ class Job:
     max_norm: float | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     options: AdamWOptions = field(default_factory=AdamWOptions)
+    build: Callable[[GPTConfig], GPT] = GPT
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True)
 class Count:
     """What one rank counted; bytes, and per step where it says so.
 
-    units       parameters of each unit that is padded on its own
+    units       trained parameters of each unit that is padded on its own
+    frozen      the same of units that are not trained, and that backward passes through
+    ahead       the same of those that forward is through with before it meets a trained one
     held        persistent bytes by kind after the last backward and before its step
     peak        the largest sum of live tensor bytes inside the last step
+    peak_kinds  what it was made of, by kind
+    timeline    the parts of the last step and the bytes by kind at each one's peak: forward and
+                backward of the units by their place, reductions, updates
     sent        bytes handed to other ranks by collective, in the last step
     wire        bytes that the loopback carried in an average step, for all ranks together;
                 None where the system has no such counter
@@ -61,9 +71,13 @@ class Count:
 
     params: int
     units: list[int]
+    frozen: list[int]
+    ahead: list[int]
     padding: int
     held: dict[str, int]
     peak: int
+    peak_kinds: dict[str, int]
+    timeline: list[tuple[str, dict[str, int]]]
     sent: dict[str, int]
     wire: float | None
     losses: list[float]
@@ -75,10 +89,11 @@ def count(job: Job) -> Count:
     """Trains on this rank as the job says and returns what the meter saw (call it on all ranks)."""
     comm = Comm()
     torch.manual_seed(comm.rank)  # dropout differs from rank to rank
-    model = GPT(job.model)
+    model = job.build(job.model)
     named = list(model.named_parameters())
     params = num_parameters(model)
     with Meter() as meter:
+        _mark_uses(model, meter)  # first, so that a stage gathers in the part that it does it for
         engine = STAGES[job.stage](model, comm, job.options, job.recipe, **job.engine)
         losses = []
         before = loopback_at_rest()
@@ -96,18 +111,40 @@ def count(job: Job) -> Count:
             engine.step(job.max_norm)
         after = loopback_at_rest()
     weights, working = _whole(engine, comm)
+    needs = list(engine.needs.values())
+    ahead = list(takewhile(lambda units: not any(unit.trainable for unit in units), needs))
+    later = {unit for units in needs[len(ahead) :] for unit in units}
     return Count(
         params=params,
-        units=[unit.numel for unit in engine.units],
+        units=[unit.numel for unit in engine.units if unit.trainable],
+        frozen=[unit.numel for unit in engine.units if unit in later and not unit.trainable],
+        ahead=[unit.numel for unit in engine.units if unit not in later],
         padding=sum(unit.padded for unit in engine.units) - params,
         held=held,
         peak=meter.peak,
+        peak_kinds=meter.peak_by_kind,
+        timeline=meter.timeline,
         sent=meter.sent_bytes(),
         wire=None if before is None or after is None else (after - before) / job.steps,
         losses=losses,
         digest=digest(torch.cat([working[name].flatten() for name, _ in named])),
         weights=torch.cat([weights[name].flatten() for name, _ in named]),
     )
+
+
+def _mark_uses(model: GPT, meter: Meter) -> None:
+    """Has the meter's timeline tell where each unit's forward and backward begin."""
+    for place, module in enumerate(model.units()):
+
+        def before(*_: Any, place: int = place) -> None:
+            meter.mark(f"forward {place}")
+
+        def after(*given: Any, place: int = place) -> None:
+            if given[-1].requires_grad:
+                given[-1].register_hook(lambda _: meter.mark(f"backward {place}"))
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
 
 
 def _whole(engine: Any, comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -136,22 +173,28 @@ def train_in_one_process(
     in rank order in fp32 and rounded once to the gradient dtype; micro-batches are added up in
     that dtype, at stages 0 and 1 on each rank before the sum over ranks, at stages 2 and 3 after
     it. Then all weights are updated at once, with 1/world_size of the sum. Nothing is padded,
-    sharded or sent. Returns the fp32 weights (Ψ,) and the digest of the working parameters.
+    sharded or sent. Frozen parameters keep their values, in the working dtype. With a loss scale,
+    a step whose gradients overflow is skipped. Returns the fp32 weights (Ψ,) and the digest of the
+    working parameters.
 
     Another `combine` of the ranks' gradients, each (Ψ,), or another `scale` shows what a mistake
     there leads to.
     """
     precision = precision_of(job.recipe)
-    model = GPT(job.model)
+    model = job.build(job.model)
     params = list(model.parameters())
     shapes, numel = [p.shape for p in params], num_parameters(model)
     adamw = AdamW(flatten([p.data for p in params], numel, torch.float32), job.options)
+    trained = flatten([torch.full_like(p, p.requires_grad) for p in params], numel, torch.bool)
+    at_first = adamw.master.to(precision.working).float()
+    adamw.master.copy_(torch.where(trained, adamw.master, at_first))
+    scaling = replace(job.loss_scale) if job.loss_scale else LossScale(1.0)
     random = [torch.Generator().manual_seed(rank).get_state() for rank in range(world_size)]
 
     def gradient(at: int, rank: int) -> Tensor:
         torch.set_rng_state(random[rank])
         loss = model.loss(*data.batch(at, rank, world_size))
-        (loss / job.micro_batches).backward()
+        (loss / job.micro_batches * scaling.scale).backward()
         random[rank] = torch.get_rng_state()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         model.zero_grad(set_to_none=True)
@@ -170,11 +213,17 @@ def train_in_one_process(
         else:
             sums = [combine(list(each)).to(precision.gradient) for each in zip(*grads, strict=True)]
             total = _added_up(sums)
-        factor = 1 / world_size if scale is None else scale
+        factor = (1 / world_size if scale is None else scale) / scaling.scale
+        if job.loss_scale:
+            overflowed = not bool(total.isfinite().all())
+            scaling.update(overflowed)
+            if overflowed:
+                continue
         if job.max_norm is not None:
             norm = total.double().square().sum().sqrt().item() * factor
             factor *= min(1.0, job.max_norm / (norm + 1e-6))
         adamw.update(total, factor)
+        adamw.master.copy_(torch.where(trained, adamw.master, at_first))
     return adamw.master, digest(adamw.master.to(precision.working))
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -30,6 +31,7 @@ KINDS = ("parameters", "gradients", "optimizer_states")
 """Kinds of model state. Three more are booked: "gathered" parameters, "temporary", "other"."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+_UPDATE = torch.ops.aten._fused_adamw_.default  # the optimizer's kernel
 
 
 def label(tensor: Tensor, kind: str) -> Tensor:
@@ -54,6 +56,8 @@ def sending_as(collective: str) -> Iterator[None]:
     named = [meter for meter in watching() if meter.sending is None]
     for meter in named:
         meter.sending = collective
+        if meter.timeline and collective in ("all_reduce", "reduce_scatter"):
+            meter.mark("reduce")
     try:
         yield
     finally:
@@ -69,6 +73,7 @@ class Meter(TorchDispatchMode):
 
     held    bytes of live storages by kind, now
     peak    the largest total of live bytes so far, and `peak_by_kind` what it was made of
+    timeline   (name, bytes by kind at its peak) of each part of a step: see `mark`
     sent    bytes handed to other ranks so far by collective; "control" for scalars, which are
             not part of any total
     """
@@ -81,6 +86,8 @@ class Meter(TorchDispatchMode):
         self._held: Counter[str] = Counter()
         self.peak = 0
         self.peak_by_kind: dict[str, int] = {}
+        self.timeline: list[tuple[str, dict[str, int]]] = []
+        self._part_peak = 0
         self.sent: Counter[str] = Counter()
 
     @classmethod
@@ -92,6 +99,8 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._book(func._schema.name.split("::")[1], args)
+        elif func is _UPDATE and self.timeline and self.timeline[-1][0] != "update":
+            self.mark("update")
         for value in tree_leaves((args, kwargs, result)):
             if isinstance(value, Tensor):
                 self.see(value)
@@ -124,8 +133,19 @@ class Meter(TorchDispatchMode):
         return sent | {"total": sum(sent.values()), "control": self.sent["control"]}
 
     def reset_peak(self) -> None:
-        """Starts the search for the peak anew from what lives now."""
-        self.peak, self.peak_by_kind = 0, {}
+        """Starts the search for the peak, and the timeline, anew from what lives now."""
+        self.peak, self.peak_by_kind, self.timeline = 0, {}, []
+        self.held()
+        self._compare_peak()
+
+    def mark(self, name: str) -> None:
+        """Begins a part of the timeline, which goes on to the next mark.
+
+        After a first mark the meter sets more, by watching: "reduce" where gradients begin to be
+        reduced, "update" where the optimizer begins.
+        """
+        self.timeline.append((name, {}))
+        self._part_peak = 0
         self.held()
         self._compare_peak()
 
@@ -149,8 +169,13 @@ class Meter(TorchDispatchMode):
                 f"out of memory on the toy device: {total:,} bytes are needed and it has "
                 f"{self.capacity:,}; at this moment: {made_of}"
             )
-        if total > self.peak:
-            self.peak, self.peak_by_kind = total, {k: v for k, v in self._held.items() if v}
+        if total >= self.peak:  # equal, too: a label may have come
+            self.peak, self.peak_by_kind = total, self._by_kind()
+        if self.timeline and total >= self._part_peak:
+            self._part_peak, self.timeline[-1] = total, (self.timeline[-1][0], self._by_kind())
+
+    def _by_kind(self) -> dict[str, int]:
+        return {kind: size for kind, size in self._held.items() if size}
 
     def _book(self, op: str, args: Any) -> None:
         if op not in _NATIVE:

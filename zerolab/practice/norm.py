@@ -1,4 +1,4 @@
-"""The factor that gradients are multiplied with before the update: the mean, and clipping."""
+"""The factor that gradients are multiplied with before the update: mean, loss scale, clipping."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ import torch
 from torch import Tensor
 
 from zerolab.practice.comm import Comm
+from zerolab.practice.guards import GradientOverflow
 
 
-def clip_scale(comm: Comm, grad_shards: Sequence[Tensor], max_norm: float | None) -> float:
+def clip_scale(
+    comm: Comm, grad_shards: Sequence[Tensor], max_norm: float | None, loss_scale: float | None
+) -> float:
     """1/N for the mean over ranks, smaller where the *global* norm of the mean is above max_norm.
 
     `grad_shards` are this rank's shards of the gradients summed over ranks. Every rank squares
     its own shards and the squares are added up over ranks, both in float64: local norms 3 and 4
     make 5, not 4 and not 7. Padding is zero and adds nothing. Without max_norm nothing is sent.
+    A `loss_scale`, which the loss was multiplied by, is divided out again; then the squares are
+    added up in any case, and if one is not finite it is GradientOverflow on all ranks.
     """
-    scale = 1 / comm.world_size
-    if max_norm is None:
+    scale = 1 / comm.world_size / (loss_scale or 1)
+    if max_norm is None and loss_scale is None:
         return scale
     own = sum(float(shard.double().square().sum()) for shard in grad_shards)
-    squares = torch.tensor([own], dtype=torch.float64)
-    norm = math.sqrt(comm.control_sum(squares).item()) * scale
-    return scale * min(1.0, max_norm / (norm + 1e-6))
+    squares = comm.control_sum(torch.tensor([own], dtype=torch.float64)).item()
+    if loss_scale and not math.isfinite(squares):
+        raise GradientOverflow(f"Gradients overflow at the loss scale {loss_scale:g}.")
+    clipped = 1.0 if max_norm is None else max_norm / (math.sqrt(squares) * scale + 1e-6)
+    return scale * min(1.0, clipped)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
+from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
 from zerolab.practice.sharding import shard_of
@@ -39,17 +40,18 @@ class Stage0:
 
     def backward(self, loss: Tensor) -> None:
         """Adds this rank's gradients to each unit's `full_grads`; sends nothing."""
-        loss.backward()
+        with one_pass(self, loss):
+            loss.backward()
 
     @torch.no_grad()
-    def step(self, max_norm: float | None = None) -> None:
+    def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
         """Averages the gradients over ranks and updates all weights, on every rank alike."""
         trainable = [unit for unit in self.units if unit.trainable]
         for unit in trainable:
             self.comm.all_reduce(unit.grads())
         n, rank = self.comm.world_size, self.comm.rank
         shards = [shard_of(unit.grads(), n, rank) for unit in trainable]
-        scale = clip_scale(self.comm, shards, max_norm)
+        scale = clip_scale(self.comm, shards, max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
+from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
 from zerolab.practice.sharding import shard_of
@@ -40,16 +41,17 @@ class Stage1:
 
     def backward(self, loss: Tensor) -> None:
         """Adds this rank's gradients to each unit's `full_grads`; sends nothing."""
-        loss.backward()
+        with one_pass(self, loss):
+            loss.backward()
 
     @torch.no_grad()
-    def step(self, max_norm: float | None = None) -> None:
+    def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
         """Reduce-scatters the gradients, updates the own shards, all-gathers the new weights."""
         trainable = [unit for unit in self.units if unit.trainable]
         for unit in trainable:
             unit.grad_shard = shard_of(unit.grads(), self.comm.world_size, self.comm.rank)
             self.comm.reduce_scatter(unit.grad_shard, unit.grads())
-        scale = clip_scale(self.comm, [unit.own_grads() for unit in trainable], max_norm)
+        scale = clip_scale(self.comm, [u.own_grads() for u in trainable], max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.own_grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
+from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
 from zerolab.practice.reduction import GradientReduction
@@ -43,14 +44,15 @@ class Stage2:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the sums over ranks to each unit's `grad_shard`; sends every gradient once."""
-        loss.backward()
-        self.reduction.finish()
+        with one_pass(self, loss):
+            loss.backward()
+            self.reduction.finish()
 
     @torch.no_grad()
-    def step(self, max_norm: float | None = None) -> None:
+    def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
         """Updates the own shards and all-gathers the new weights."""
         trainable = [unit for unit in self.units if unit.trainable]
-        scale = clip_scale(self.comm, [unit.own_grads() for unit in trainable], max_norm)
+        scale = clip_scale(self.comm, [u.own_grads() for u in trainable], max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.own_grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)

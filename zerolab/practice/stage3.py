@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
 from zerolab.practice.gathering import ParameterGathering
+from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
 from zerolab.practice.reduction import GradientReduction
@@ -46,15 +47,15 @@ class Stage3:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the sums over ranks to each unit's `grad_shard`; gathers every unit once."""
-        with self.gathering.for_backward():
+        with one_pass(self, loss), self.gathering.for_backward():
             loss.backward()
             self.reduction.finish()
 
     @torch.no_grad()
-    def step(self, max_norm: float | None = None) -> None:
+    def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
         """Updates the own shards; nothing is sent until forward needs a unit."""
         trainable = [unit for unit in self.units if unit.trainable]
-        scale = clip_scale(self.comm, [unit.own_grads() for unit in trainable], max_norm)
+        scale = clip_scale(self.comm, [u.own_grads() for u in trainable], max_norm, loss_scale)
         for unit in trainable:
             unit.adamw.update(unit.own_grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from zerolab.practice.comm import Comm
+from zerolab.practice.guards import GradientOverflow, StepError, forget_gradients
+from zerolab.practice.precision import LossScale
 
 NO_TARGET = -100  # a target that does not count, as for torch's cross_entropy
 
 
-class StepError(ValueError):
-    """A step that cannot be taken: raised on all ranks alike, and no weight has changed."""
-
-
 def train_step(
-    engine: Any, batches: Sequence[tuple[Tensor, Tensor]], max_norm: float | None = None
+    engine: Any,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    max_norm: float | None = None,
+    loss_scale: LossScale | None = None,
 ) -> float:
     """A step on this rank's micro-batches of tokens and targets; returns the mean loss.
 
@@ -29,6 +30,9 @@ def train_step(
     counts are equal that is 1/A. StepError for what would hang or spoil the weights: ranks tell
     each other first how many micro-batches and tokens they have, and then which gradient of
     theirs is not finite.
+
+    With a `loss_scale` a step whose gradients overflow, on one rank or in the sum over ranks, is
+    skipped on all, with no bit of the engine changed; it is an error at the smallest scale only.
     """
     comm, model = engine.comm, engine.model
     tokens = [int((targets != NO_TARGET).sum()) for _, targets in batches]
@@ -42,24 +46,32 @@ def train_step(
         if fewest == 0:
             raise StepError(f"Rank {rank} has no micro-batch, or one without a token to predict.")
     total = sum(of_rank for _, of_rank, _ in ranks)
+    scale = loss_scale.scale if loss_scale else None
     mean, bad = 0.0, list[str]()
     with _watched(model, bad):
         for (inputs, targets), count in zip(batches, tokens, strict=True):
             loss = model.loss(inputs, targets)
-            engine.backward(loss * (count * comm.world_size / total))
+            engine.backward(loss * (count * comm.world_size / total * (scale or 1)))
             mean += loss.item() * count / total
     names = [name for name, _ in model.named_parameters()]
     ranks = _told(comm, [mean, names.index(bad[0]) if bad else -1])
-    for rank, (_, place) in enumerate(ranks):
-        if place >= 0:
-            for unit in engine.units:
-                unit.grad_shard = None
-                unit.drop_grads()
+    where = [f"The gradient of {names[int(place)]} on rank {rank}"
+             for rank, (_, place) in enumerate(ranks) if place >= 0]  # fmt: skip
+    try:
+        if where:
+            raise GradientOverflow
+        engine.step(max_norm, scale)
+    except GradientOverflow:
+        forget_gradients(engine)
+        if loss_scale is None or loss_scale.exhausted:
             raise StepError(
-                f"The gradient of {names[int(place)]} on rank {rank} is not finite; no weight was "
-                "changed. Look at what that rank trained on, or lower the learning rate."
-            )
-    engine.step(max_norm)
+                f"{[*where, 'The sum of the gradients over ranks'][0]} is not finite; no weight "
+                "was changed. Look at what was trained on, or lower the learning rate."
+            ) from None
+        loss_scale.update(overflowed=True)
+    else:
+        if loss_scale:
+            loss_scale.update(overflowed=False)
     return math.fsum(part for part, _ in ranks)
 
 

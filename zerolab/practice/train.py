@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES
+from zerolab.practice.precision import LossScale, precision_of
 from zerolab.practice.rank import namespace
 from zerolab.practice.sharding import shard_range
 from zerolab.practice.snapshots import CheckpointError
@@ -41,7 +42,8 @@ class Training:
 class Trainer:
     """A rank's end of a training: an engine, how far it is, and how it went.
 
-    `curve` has the step, the mean loss since the last time and the rate of right answers.
+    `curve` has the step, the mean loss since the last time and the rate of right answers. An fp16
+    recipe has a `loss_scale`, the others have None.
     """
 
     def __init__(self, training: Training, folder: str | None, resume: bool) -> None:
@@ -55,11 +57,14 @@ class Trainer:
         self.about: dict[str, Any] = {"next_line": 0, "curve": []}
         if resume and folder:
             self.steps, self.about = checkpoint.load(self.engine, folder)
+        half = precision_of(training.recipe).working == torch.float16
+        self.loss_scale = LossScale(**self.about.get("loss_scale", {})) if half else None
 
-    def advance(self, steps: int, evaluate: bool) -> tuple[int, float, list[Any]]:
-        """Takes steps, and perhaps evaluates and saves; returns steps in all, last loss, curve."""
+    def advance(self, steps: int, evaluate: bool) -> tuple[int, float, list[Any], LossScale | None]:
+        """Takes steps, perhaps evaluates and saves; returns steps, last loss, curve, scale."""
         for _ in range(steps):
-            self.losses.append(train_step(self.engine, self._batches(), self.training.max_norm))
+            loss = train_step(self.engine, self._batches(), self.training.max_norm, self.loss_scale)
+            self.losses.append(loss)
             self.about["next_line"] += self.training.lines
             self.steps += 1
         loss = self.losses[-1] if self.losses else float("nan")
@@ -67,9 +72,11 @@ class Trainer:
             mean, right = sum(self.losses) / len(self.losses), self.rate_of_right_answers()
             self.about["curve"].append([self.steps, mean, right])
             self.losses.clear()
+            if self.loss_scale:
+                self.about["loss_scale"] = asdict(self.loss_scale)
             if self.folder:
                 checkpoint.save(self.engine, self.folder, self.steps, self.about)
-        return self.steps, loss, self.about["curve"]
+        return self.steps, loss, self.about["curve"], self.loss_scale
 
     def _batches(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step; where the lines do not divide some have one more."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamW, AdamWOptions
 from zerolab.practice.comm import Comm
+from zerolab.practice.guards import refuse_changes
 from zerolab.practice.meter import label
 from zerolab.practice.precision import Precision
 from zerolab.practice.sharding import flatten, padded_numel, shard_of, views
@@ -169,6 +170,7 @@ def make_units(
             f"The parameter {outside[0]} is in no unit: model.units() must list modules that "
             "hold every parameter."
         )
+    refuse_changes(model, owner.values())
     return needs
 
 

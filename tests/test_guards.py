@@ -1,0 +1,282 @@
+"""Mistakes are named in one sentence, on real ranks; the world and the engine stay usable."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+
+from zerolab.practice.gpt import GPT, GPTConfig
+from zerolab.practice.world import RankError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import pytest
+
+STAGES = (0, 1, 2, 3)
+SMALL = GPTConfig(width=12, heads=2, layers=1)
+ENGINE = {0: {}, 1: {}, 2: {"overlap": True}, 3: {"overlap": True, "prefetch": True}}
+
+
+def begin(stage, make=lambda: GPT(SMALL)):
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.measure import STAGES as ENGINES
+    from zerolab.practice.rank import namespace
+
+    namespace()["engine"] = ENGINES[stage](make(), Comm(), **ENGINE[stage])
+
+
+def passes(number=1, step=True, loss_of=lambda model, batch: model.loss(*batch)):
+    """Backward passes, and perhaps a step; returns the last loss and the weights' bits."""
+    from zerolab.practice import data
+    from zerolab.practice.measure import digest
+    from zerolab.practice.rank import namespace
+
+    engine = namespace()["engine"]
+    for at in range(number):
+        batch = data.batch(at, engine.comm.rank, engine.comm.world_size, 2, 1)
+        loss = loss_of(engine.model, batch)
+        engine.backward(loss)
+    if step:
+        engine.step()
+    return loss.item(), [digest(u.adamw.master) for u in engine.units if u.trainable]
+
+
+def train_step_of(loss_of):
+    from zerolab.practice import data
+    from zerolab.practice.rank import namespace
+    from zerolab.practice.step import train_step
+
+    engine = namespace()["engine"]
+    engine.model.loss = lambda *batch: loss_of(engine.model, batch)
+    try:
+        train_step(engine, [data.batch(0, engine.comm.rank, engine.comm.world_size, 2, 1)])
+    finally:
+        del engine.model.loss
+
+
+def change(how, rank=None):
+    from zerolab.practice.rank import namespace
+
+    engine = namespace()["engine"]
+    if rank in (None, engine.comm.rank):
+        how(engine.model)
+
+
+def expect_refusal(call, words, kind):
+    """A RankError of one sentence: its first line says it all, and no gloo error is blamed."""
+    with pytest.raises(RankError) as refused:
+        call()
+    sentence = str(refused.value)
+    assert words in sentence
+    assert f"{kind}: " in sentence
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+
+
+def per_token(model, batch):
+    """A loss for each token, which somebody forgot to average."""
+    tokens, targets = batch
+    logits = model(tokens).float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
+
+
+def without_graph(model, batch):
+    with torch.no_grad():
+        return model.loss(*batch)
+
+
+LOSSES = {
+    "not-a-scalar": (per_token, "a loss that is one number, and this one has the shape [18]"),
+    "no-graph": (without_graph, "The loss depends on no parameter that is trained"),
+}
+
+
+@pytest.mark.parametrize(("loss_of", "words"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_backward_cannot_use_is_refused(world_of, stage, loss_of, words):
+    world = world_of(2)
+    world.run(begin, stage)
+    expected = world.run(passes)
+    world.run(begin, stage)
+    expect_refusal(lambda: world.run(passes, 1, True, loss_of), words, "StepError")
+    if loss_of is per_token:
+        expect_refusal(lambda: world.run(train_step_of, loss_of), words, "StepError")
+    assert world.run(passes) == expected  # the same engine goes on, and nothing was left in it
+
+
+def replaced(model):
+    model.head.out.bias = torch.nn.Parameter(torch.zeros(13, dtype=torch.bfloat16))
+
+
+def swapped(model):
+    model.blocks[0].up = torch.nn.Linear(12, 48, dtype=torch.bfloat16)
+
+
+def added(model):
+    model.head.extra = torch.nn.Parameter(torch.zeros(3))
+
+
+def removed(model):
+    model.head.out.bias = None
+
+
+def moved(model):
+    model.head.norm.weight.data = model.head.norm.weight.data.float()
+
+
+def other_data(model):
+    model.head.norm.weight.data = torch.ones(12, dtype=torch.bfloat16)
+
+
+def frozen_late(model):
+    model.head.norm.weight.requires_grad = False
+
+
+CHANGES = {
+    replaced: "The parameter head.out.bias was replaced after",
+    swapped: "The parameter blocks.0.up.weight was replaced after",
+    added: "The parameter head.extra was added after",
+    removed: "The parameter head.out.bias was removed after",
+    other_data: "The parameter head.norm.weight was given other data after",
+    frozen_late: "The parameter head.norm.weight was frozen after",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), CHANGES.items(), ids=lambda c: getattr(c, "__name__", "")
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_changes_after_wrapping_is_refused_with_the_parameter_s_name(
+    world_of, stage, how, words
+):
+    world = world_of(2)
+    world.run(begin, stage)
+    expected = world.run(passes)
+    world.run(begin, stage)
+    world.run(change, how)
+    expect_refusal(lambda: world.run(passes), words, "RuntimeError")
+    world.run(begin, stage)
+    world.run(change, how, 1)  # on one rank alone: it says so, and the other is freed
+    expect_refusal(lambda: world.run(passes), "rank 1: RuntimeError: The parameter", "RuntimeError")
+    world.run(begin, stage)
+    assert world.run(passes) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_of_another_dtype_is_refused(world_of, stage):
+    """At stage 3 torch itself refuses: there is nothing to convert while a unit is not gathered."""
+    world = world_of(2)
+    world.run(begin, stage)
+    world.run(change, moved)
+    words = "The parameter head.norm.weight was moved to torch.float32 after"
+    expect_refusal(lambda: world.run(passes), words, "RuntimeError")
+
+
+class Twice(GPT):
+    """Runs its block twice: the same parameters at two depths."""
+
+    def forward(self, tokens):
+        return self.head(self.blocks[0](self.blocks[0](self.embedding(tokens))))
+
+
+def test_stage_3_refuses_a_unit_that_runs_twice_in_one_forward_pass(world_of):
+    world = world_of(2)
+    world.run(begin, 3, lambda: Twice(SMALL))
+    words = "The module number 1 of model.units() ran twice in one forward pass"
+    expect_refusal(lambda: world.run(passes), words, "RuntimeError")
+    world.run(begin, 3)
+    assert world.run(passes)[0][0] > 0
+
+
+def test_the_other_stages_add_the_gradients_of_a_unit_that_runs_twice(world_of):
+    from zerolab.practice.measure import Job, digest, train_in_one_process
+
+    world = world_of(2)
+    for stage in (0, 1, 2):
+        job = Job(stage, model=SMALL, steps=1, build=Twice)
+        (expected,) = world.run(lambda job=job: train_in_one_process(job, 2)[0], ranks=[0])
+        counted = world.run(weights_after, job)
+        assert [digest(weights) for weights in counted] == [digest(expected)] * 2
+
+
+def weights_after(job):
+    from zerolab.practice.measure import count
+
+    return count(job).weights
+
+
+class Outside(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.extra = torch.nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_outside_all_units_is_refused(world_of, stage):
+    world = world_of(2)
+    words = "The parameter extra is in no unit: model.units() must list modules"
+    expect_refusal(lambda: world.run(begin, stage, lambda: Outside(SMALL)), words, "ValueError")
+    world.run(begin, stage)
+    assert world.run(passes)[0][0] > 0
+
+
+def fail_on(rank, in_backward, place):
+    """One rank alone fails at a unit, in forward or backward; the others wait for it."""
+    from zerolab.practice.rank import namespace
+
+    def stop(*_):
+        raise MemoryError("on purpose")
+
+    engine = namespace()["engine"]
+    module, hook = engine.model.units()[place], None
+    if engine.comm.rank == rank and in_backward:
+        hook = next(module.parameters()).register_hook(stop)
+    elif engine.comm.rank == rank:
+        hook = module.register_forward_hook(stop)
+    try:
+        passes()
+    finally:
+        if hook:
+            hook.remove()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_goes_on_after_one_rank_alone_has_failed(world_of, stage, in_backward, place):
+    world = world_of(2)
+    world.run(begin, stage)
+    expected = [world.run(passes), world.run(passes)]
+    world.run(begin, stage)
+    with pytest.raises(RankError, match="rank 1: MemoryError: on purpose"):
+        world.run(fail_on, 1, in_backward, place)
+    assert [world.run(passes), world.run(passes)] == expected
+
+
+def fail_in_backward(where):
+    """A backward pass that is torn off when it comes to a parameter, as by a full device."""
+    from zerolab.practice.rank import namespace
+
+    def stop(grad):
+        raise MemoryError("on purpose")
+
+    engine = namespace()["engine"]
+    hook = dict(engine.model.named_parameters())[where].register_hook(stop)
+    try:
+        passes(2, step=False)
+    except MemoryError:
+        return "torn off"
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    "where", ["head.norm.bias", "blocks.0.up.weight", "embedding.token.weight"]
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_pass_that_was_torn_off_leaves_nothing_to_the_next_step(world_of, stage, where):
+    world = world_of(2)
+    world.run(begin, stage)
+    expected = [world.run(passes, 2), world.run(passes)]
+    world.run(begin, stage)
+    assert world.run(fail_in_backward, where) == ["torn off"] * 2
+    assert [world.run(passes, 2), world.run(passes)] == expected

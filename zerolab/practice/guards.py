@@ -1,0 +1,91 @@
+"""Mistakes that would show late, or never, are named when they are made, in one sentence each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class StepError(ValueError):
+    """A step that cannot be taken: raised on all ranks alike, and no weight has changed."""
+
+
+class GradientOverflow(ArithmeticError):
+    """A gradient of some rank is not finite; raised on all ranks alike, before any update."""
+
+
+@contextlib.contextmanager
+def one_pass(engine: Any, loss: Tensor) -> Iterator[None]:
+    """Around one backward pass of an engine: of a good loss, and whole or not at all.
+
+    A pass that is torn off takes the gradients of all micro-batches with it: what is left of them
+    would spoil the next step unseen.
+    """
+    if loss.numel() != 1:
+        raise StepError(
+            "backward needs a loss that is one number, and this one has the shape "
+            f"{list(loss.shape)}: take its mean."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "The loss depends on no parameter that is trained: leave one unfrozen, and compute "
+            "the loss outside of torch.no_grad()."
+        )
+    try:
+        yield
+    except BaseException:
+        if reduction := getattr(engine, "reduction", None):
+            reduction.next = len(reduction.order)  # nothing more is sent
+            with contextlib.suppress(RuntimeError):  # of a connection that is gone
+                reduction.finish()  # waits for what is on its way
+            reduction.next, reduction.pending = 0, None
+        forget_gradients(engine)
+        raise
+
+
+def forget_gradients(engine: Any) -> None:
+    """As if no backward pass had been since the last step."""
+    for unit in engine.units:
+        unit.grad_shard = None
+        unit.drop_grads()
+        for param in unit.params:
+            param.grad = None  # of which autograd was torn away
+
+
+def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
+    """From now on a forward pass begins with a look: is each parameter still its unit's own?
+
+    One that is not in its unit's buffers would keep its value, and not be updated or gathered.
+    """
+    own = {name: (param, unit) for unit in dict.fromkeys(units)
+           for name, param in zip(unit.names, unit.params, strict=True)}  # fmt: skip
+
+    def look(*_: Any) -> None:
+        now = dict(model.named_parameters())
+        for name in [*now, *own]:
+            if change := _change(now.get(name), *own.get(name, (None, None))):
+                raise RuntimeError(
+                    f"The parameter {name} {change} after the stage had wrapped the model: change "
+                    "the model first, and wrap it then."
+                )
+
+    model.register_forward_pre_hook(look)
+
+
+def _change(param: nn.Parameter | None, wrapped: nn.Parameter | None, unit: Any) -> str | None:
+    if param is None:
+        return "was removed"
+    if wrapped is None:
+        return "was added"
+    if param is not wrapped:
+        return "was replaced"
+    if param.dtype != unit.full_params.dtype:
+        return f"was moved to {param.dtype}"
+    if param.untyped_storage()._cdata != unit.full_params.untyped_storage()._cdata:
+        return "was given other data"
+    if param.requires_grad != unit.trainable:
+        return "was unfrozen" if param.requires_grad else "was frozen"
+    return None
