@@ -18,9 +18,7 @@ def test_all_engines_of_a_precision_have_the_same_loss_after_the_same_steps(outc
     for stage, peer, precision in PAIRS:
         if peer in PEERS:
             ours = f"stage {stage} {precision}"
-            losses = [
-                outcome["engines"][name]["loss"] for name in (f"stage {stage} {precision}", peer)
-            ]
+            losses = [outcome["engines"][name]["loss"] for name in (ours, peer)]
             assert losses[0] == pytest.approx(losses[1], abs=2e-4 if precision == "fp32" else 2e-2)
 
 

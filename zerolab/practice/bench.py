@@ -10,11 +10,10 @@ no engine can save, and our stages on gloo's own collectives, whose reduce-scatt
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,21 +148,8 @@ def _makers(config: GPTConfig, watch: Stopwatch) -> dict[str, tuple[str, Callabl
     return makers
 
 
-def _keep_freed_memory() -> None:
-    """Has the C library keep what is freed, for every engine on this rank alike.
-
-    glibc gives blocks beyond 32 MiB back to the system, which then fills each page with zeros
-    anew: it would make engines with one large buffer slower. CUDA's allocator keeps them, too.
-    """
-    with suppress(AttributeError, OSError, TypeError):  # another C library has no such options
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block comes from the system alone
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: what is free at the heap's end stays
-
-
 def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
     """Runs every engine on this rank, in turn; call it on all ranks."""
-    _keep_freed_memory()
     watch = Stopwatch()
     rank, size = dist.get_rank(), dist.get_world_size()
     sequences = max(1, SEQUENCES // size)

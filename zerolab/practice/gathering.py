@@ -41,10 +41,8 @@ class ParameterGathering:
             for unit in units
         }
         self.arriving: dict[Unit, Callable[[], None]] = {}
-        self.whole: set[Unit] = set(self.uses)
+        self.whole: set[Unit] = set()
         self.ran: set[int] = set()
-        for unit in self.uses:
-            self.free(unit)
         model.register_forward_pre_hook(lambda *_: self.ran.clear())
         for place, module in enumerate(self.modules):
             module.register_forward_pre_hook(lambda *_, place=place: self._before_forward(place))
@@ -54,8 +52,7 @@ class ParameterGathering:
         """Gives the memory of a unit's whole parameters back; its shard remains."""
         if unit in self.whole:
             self.whole.discard(unit)
-            unit.full_params.untyped_storage().resize_(0)
-            label(unit.full_params, "gathered")
+            unit.free_params()
 
     @contextlib.contextmanager
     def for_backward(self) -> Iterator[None]:
