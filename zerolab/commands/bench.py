@@ -45,15 +45,17 @@ def text(result: dict[str, Any]) -> str:
     lines = [
         f"{result['params']:,} parameters, {result['ranks']} ranks; {result['note']}",
         "",
-        f"{title}   native: wall    CPU",
+        f"{title}{'added':>7}   native: wall    CPU",
     ]
     for p in result["pairs"]:
         row = f"{p['ours']:9}{p['peer']:20}{p['precision']:10}"
         row += f"{p['ratio']:7.2f}{p['cpu_ratio']:7.2f}"
+        row += f"{p['added_cpu_ratio']:7.2f}" if p["added_cpu_ratio"] else f"{'':7}"
         if p["native_ratio"]:
             row += f"{p['native_ratio']:15.2f}{p['native_cpu_ratio']:7.2f}"
         lines.append(row)
-    lines += ["", "native: the stage on gloo's own collectives, whose reduce-scatter sends twice"]
+    lines += ["", "added: CPU time beyond forward and backward, ours / the peer's"]
+    lines += ["native: the stage on gloo's own collectives, whose reduce-scatter sends twice"]
     lines += ["alone: forward and backward and nothing else, which no engine can save"]
     parts = ["forward_backward", "optimizer", "network_threads", "rest"]
     names = ["whole", "fwd+bwd", "AdamW", "network", "rest"]

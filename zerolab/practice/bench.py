@@ -199,6 +199,7 @@ def summary(
 ) -> dict[str, Any]:
     """Ratios, bytes and CPU seconds from every rank's timings; below 1 means that ours is faster.
 
+    `added_cpu_ratio` compares what each adds to forward and backward, which no engine can save.
     `native_ratio` and `native_cpu_ratio` are those of the same stage on gloo's own collectives.
     """
     params, first = num_parameters(GPT(config)), results[0]
@@ -218,9 +219,12 @@ def summary(
         if peer in first:
             ours = f"stage {stage} {precision}"
             (wall, of_cpu), native = ratios(ours, peer), ratios(f"{ours} native", peer)
+            alone = statistics.median(cpu(f"alone {precision}"))
+            added = [statistics.median(cpu(name)) - alone for name in (ours, peer)]
             pairs.append({
                 "ours": f"stage {stage}", "peer": peer, "precision": precision,
                 "rounds": len(first[peer].wall_s), "ratio": wall, "cpu_ratio": of_cpu,
+                "added_cpu_ratio": round(added[0] / added[1], 3) if added[1] > 0 else None,
                 "native_ratio": native[0], "native_cpu_ratio": native[1],
             })  # fmt: skip
     engines = {}
