@@ -98,6 +98,7 @@ def deepspeed(model: GPT, stage: int) -> Step:
         "zero_optimization": {"stage": stage, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,  # its default is 1.0, and the stages here do not clip
     }
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_adamw_arguments())
     engine, *_ = ds.initialize(
