@@ -2,6 +2,7 @@
 
 import pytest
 
+from zerolab.commands.bench import text
 from zerolab.practice.bench import PAIRS, race, summary
 from zerolab.practice.gpt import GPTConfig
 from zerolab.practice.peers import PEERS
@@ -15,9 +16,10 @@ def outcome(world_of):
 
 
 def test_all_engines_of_a_precision_have_the_same_loss_after_the_same_steps(outcome):
-    for ours, _, _, _, peer, precision in PAIRS:
+    for stage, peer, precision in PAIRS:
         if peer in PEERS:
-            losses = [outcome["engines"][name]["loss"] for name in (f"{ours} {precision}", peer)]
+            ours = f"stage {stage} {precision}"
+            losses = [outcome["engines"][name]["loss"] for name in (ours, peer)]
             assert losses[0] == pytest.approx(losses[1], abs=2e-4 if precision == "fp32" else 2e-2)
 
 
@@ -26,7 +28,49 @@ def test_the_contract_s_fields_are_there(outcome):
     for pair in outcome["pairs"]:
         assert set(pair) >= {"ours", "peer", "ratio", "rounds", "precision"}
         assert pair["rounds"] == 2
-        assert pair["ratio"] > 0
+        assert pair["ratio"] > 0 and pair["cpu_ratio"] > 0
+
+
+def test_stages_2_and_3_run_on_gloo_s_own_collectives_too_and_those_send_more(outcome):
+    engines = outcome["engines"]
+    for pair in outcome["pairs"]:
+        assert (pair["native_ratio"] is not None) == (pair["ours"] in ("stage 2", "stage 3"))
+    for name in ("stage 2 bf16", "stage 3 bf16"):
+        ours, native = engines[name], engines[f"{name} native"]
+        assert ours["loss"] == native["loss"]
+        assert ours["sent_bytes_per_parameter"] == native["sent_bytes_per_parameter"]
+        if ours["wire_bytes_per_parameter"]:  # the reduce-scatter sends 2 bytes instead of 1
+            more = native["wire_bytes_per_parameter"] - ours["wire_bytes_per_parameter"]
+            assert more == pytest.approx(1, abs=0.4)
+
+
+def test_the_parts_of_the_cpu_time_are_its_sum_and_none_but_the_runner_alone_is_without_them(
+    outcome,
+):
+    for name, engine in outcome["engines"].items():
+        parts = engine["cpu_parts_s"]
+        assert sum(parts.values()) == pytest.approx(engine["cpu_s"], abs=1e-3)
+        assert (parts["optimizer"] > 0) == (not name.startswith("alone"))
+
+
+def test_what_a_pair_adds_to_forward_and_backward_is_the_other_parts_of_both(outcome):
+    compared = 0
+    for pair in outcome["pairs"]:
+        name = f"{pair['ours']} {pair['precision']}"
+        whole = [outcome["engines"][engine] for engine in (name, pair["peer"])]
+        added = [e["cpu_s"] - e["cpu_parts_s"]["forward_backward"] for e in whole]
+        if pair["added_cpu_ratio"] is not None:
+            compared += 1
+            assert pair["added_cpu_ratio"] * added[1] == pytest.approx(added[0], abs=1e-3)
+    assert compared
+
+
+def test_the_text_has_a_line_for_each_pair_and_each_engine(outcome):
+    shown = text(outcome)
+    for pair in outcome["pairs"]:
+        assert f"{pair['ours']:9}{pair['peer']:20}{pair['precision']}" in shown
+    for name in outcome["engines"]:
+        assert shown.count(f"\n{name} ") >= 2
 
 
 @pytest.mark.parametrize(

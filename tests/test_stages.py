@@ -214,6 +214,44 @@ def tensors_left_after(job):
     return alive() - before
 
 
+def peak_of_building_stage_3(config):
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.gpt import GPT, num_parameters
+    from zerolab.practice.meter import Meter
+    from zerolab.practice.stage3 import Stage3
+
+    with Meter() as meter:
+        engine = Stage3(GPT(config), Comm())
+    return num_parameters(engine.model), max(unit.padded for unit in engine.units), meter.peak
+
+
+def test_building_stage_3_never_holds_a_second_copy_of_the_whole_model(world_of):
+    params, largest, peak = world_of(4).run(peak_of_building_stage_3, GPTConfig(layers=12))[0]
+    # the fp32 weights it is given shrink as fast as 16/4 bytes of shards grow; one unit more
+    assert peak < 4 * params + 16 * largest < 5.5 * params
+
+
+def gradient_memory_after_a_step(stage):
+    from zerolab.practice import data
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.gpt import GPT
+
+    model = GPT()
+    engine = STAGES[stage](model, Comm())
+    engine.backward(model.loss(*data.batch(0, engine.comm.rank, 2)))
+    before = [unit.full_grads for unit in engine.units]
+    engine.step()
+    return [
+        a is b is not None
+        for a, b in zip(before, (u.full_grads for u in engine.units), strict=True)
+    ]
+
+
+def test_stages_0_and_1_keep_the_memory_of_their_gradients_and_2_and_3_free_it(world_of):
+    kept = {stage: any(world_of(2).run(gradient_memory_after_a_step, stage)[0]) for stage in STAGES}
+    assert kept == {0: True, 1: True, 2: False, 3: False}
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_is_dropped_leaves_no_tensor(world_of, stage):
     job = Job(stage, steps=1, engine=fast(stage))

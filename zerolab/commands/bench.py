@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 LIMIT_S = 1800.0  # for the whole race
@@ -30,27 +32,41 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     if arguments.rounds < 1:
         raise ValueError(f"{arguments.rounds} rounds time nothing: ask for at least 1.")
-    with World(arguments.ranks, timeout=LIMIT_S) as world:
+    # what a peer prints while it sets itself up is no part of the result
+    with World(arguments.ranks, timeout=LIMIT_S) as world, redirect_stdout(sys.stderr):
         result = summary(arguments.ranks, world.run(race, arguments.rounds))
-    print(json.dumps(result, indent=2) if arguments.json else _text(result))
+    print(json.dumps(result, indent=2) if arguments.json else text(result))
     return 0
 
 
-def _text(result: dict[str, Any]) -> str:
-    """Tables of ratios, and of bytes per parameter, for people."""
+def text(result: dict[str, Any]) -> str:
+    """Tables of ratios, of CPU time and of bytes per parameter, for people."""
+    title = f"{'stage':9}{'peer':20}{'precision':10}{'wall':>7}{'CPU':>7}"
     lines = [
         f"{result['params']:,} parameters, {result['ranks']} ranks; {result['note']}",
         "",
-        f"{'stage':9}{'peer':20}{'precision':10}{'wall':>7}{'CPU':>7}",
+        f"{title}{'added':>7}   native: wall    CPU",
     ]
     for p in result["pairs"]:
         row = f"{p['ours']:9}{p['peer']:20}{p['precision']:10}"
-        lines.append(f"{row}{p['ratio']:7.2f}{p['cpu_ratio']:7.2f}")
-    title = f"{'bytes per parameter':22}{'sent':>8}{'on the wire':>13}"
-    lines += ["", title]
+        row += f"{p['ratio']:7.2f}{p['cpu_ratio']:7.2f}"
+        row += f"{p['added_cpu_ratio']:7.2f}" if p["added_cpu_ratio"] else f"{'':7}"
+        if p["native_ratio"]:
+            row += f"{p['native_ratio']:15.2f}{p['native_cpu_ratio']:7.2f}"
+        lines.append(row)
+    lines += ["", "added: CPU time beyond forward and backward, ours / the peer's"]
+    lines += ["native: the stage on gloo's own collectives, whose reduce-scatter sends twice"]
+    lines += ["alone: forward and backward and nothing else, which no engine can save"]
+    parts = ["forward_backward", "optimizer", "network_threads", "rest"]
+    names = ["whole", "fwd+bwd", "AdamW", "network", "rest"]
+    lines += ["", f"{'CPU ms a step, all ranks':26}" + "".join(f"{name:>9}" for name in names)]
+    for name, e in result["engines"].items():
+        spent = [e["cpu_s"], *(e["cpu_parts_s"][part] for part in parts)]
+        lines.append(f"{name:26}" + "".join(f"{1000 * seconds:9.0f}" for seconds in spent))
+    lines += ["", f"{'bytes per parameter, each rank':32}{'sent':>8}{'on the wire':>13}"]
     for name, e in result["engines"].items():
         wire = e["wire_bytes_per_parameter"]
         shown = "unknown" if wire is None else f"{wire:.2f}"
-        lines.append(f"{name:22}{e['sent_bytes_per_parameter']:8.2f}{shown:>13}")
+        lines.append(f"{name:32}{e['sent_bytes_per_parameter']:8.2f}{shown:>13}")
     versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
     return "\n".join([*lines, "", f"peers: {versions}"])

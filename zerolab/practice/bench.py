@@ -3,18 +3,27 @@
 Absolute times say little on a shared machine. In every round each engine makes one step, one
 after the other, and a pair's ratio is the median over rounds of ours divided by theirs. CPU
 seconds, summed over ranks, are less disturbed by other programs than wall time; both are given.
+
+Two kinds of runner beside the pairs say what a ratio is made of: forward and backward alone, which
+no engine can save, and our stages on gloo's own collectives, whose reduce-scatter sends twice.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zerolab.practice import data
 from zerolab.practice.comm import Comm
@@ -25,14 +34,17 @@ from zerolab.practice.peers import PEERS, Step, versions
 
 MODEL = GPTConfig(context=128, width=384, layers=6, heads=6)  # 10.7 million parameters
 LINES, SEQUENCES = 12, 4  # 119 tokens a sequence; the sequences are divided over the ranks
-PAIRS: list[tuple[str, int, str, dict[str, Any], str, str]] = [
-    # ours, stage, recipe, options; peer; precision
-    ("stage 0", 0, "adamw-fp32", {}, "ddp", "fp32"),
-    ("stage 1", 1, "adamw-fp32", {}, "zero-redundancy", "fp32"),
-    ("stage 2", 2, "adamw-mixed", {}, "fsdp2-no-reshard", "bf16"),
-    ("stage 3", 3, "adamw-mixed", {}, "fsdp2", "bf16"),
-    ("stage 3", 3, "adamw-fp32", {}, "fsdp2-fp32", "fp32"),
-    ("stage 3", 3, "adamw-mixed", {}, "deepspeed-3", "bf16"),
+RECIPES = {"fp32": "adamw-fp32", "bf16": "adamw-mixed"}
+ENGINE: dict[int, dict[str, Any]] = {2: {"overlap": True}, 3: {"overlap": True, "prefetch": True}}
+PAIRS = [  # stage, peer, precision
+    (0, "ddp", "fp32"),
+    (1, "zero-redundancy", "fp32"),
+    (2, "fsdp2-no-reshard", "bf16"),
+    (3, "fsdp2", "bf16"),
+    (3, "fsdp2-fp32", "fp32"),
+    (1, "deepspeed-1", "bf16"),
+    (2, "deepspeed-2", "bf16"),
+    (3, "deepspeed-3", "bf16"),
 ]
 
 
@@ -40,16 +52,60 @@ PAIRS: list[tuple[str, int, str, dict[str, Any], str, str]] = [
 class Timing:
     """One engine on one rank: seconds of each round, and bytes of a step."""
 
+    precision: str
     wall_s: list[float]
-    cpu_s: list[float]
+    cpu_s: list[float]  # of the whole process
+    threads_s: list[float]  # CPU of all threads but the one that calls the engine: gloo's
+    optimizer_s: list[float]  # CPU of AdamW's update
     loss: float
     sent_bytes: int  # what this rank handed to others, as its ring algorithms would send it
     wire_bytes: int | None  # what the loopback carried, all ranks together
 
 
-def _ours(config: GPTConfig, stage: int, recipe: str, options: dict[str, Any]) -> Step:
+class Stopwatch:
+    """CPU seconds that this thread spent in what is between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self.seconds, self.began = 0.0, 0.0
+
+    def start(self, *_: Any) -> None:
+        self.began = time.thread_time()
+
+    def stop(self, *_: Any) -> None:
+        self.seconds += time.thread_time() - self.began
+
+    @contextmanager
+    def on_torch_optimizers(self) -> Iterator[None]:
+        """Runs in the steps of every torch.optim.AdamW."""
+        hooks = [
+            register_optimizer_step_pre_hook(partial(self._if_adamw, self.start)),
+            register_optimizer_step_post_hook(partial(self._if_adamw, self.stop)),
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _if_adamw(self, act: Callable[[], None], optimizer: Any, *_: Any) -> None:
+        if isinstance(optimizer, torch.optim.AdamW):  # others wrap one
+            act()
+
+    def around(self, call: Callable[..., None]) -> Callable[..., None]:
+        def timed(*given: Any) -> None:
+            self.start()
+            call(*given)
+            self.stop()
+
+        return timed
+
+
+def _ours(
+    config: GPTConfig, stage: int, precision: str, native: bool | None, watch: Stopwatch
+) -> Step:
     model = GPT(config)
-    engine = STAGES[stage](model, Comm(), recipe=recipe, **options)
+    options = ENGINE.get(stage, {})
+    engine = STAGES[stage](model, Comm(native), recipe=RECIPES[precision], **options)
+    for unit in engine.units:
+        unit.adamw.update = watch.around(unit.adamw.update)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = model.loss(tokens, targets)
@@ -60,41 +116,73 @@ def _ours(config: GPTConfig, stage: int, recipe: str, options: dict[str, Any]) -
     return step
 
 
-def _theirs(peer: str, config: GPTConfig) -> Step:
+def _alone(config: GPTConfig, precision: str) -> Step:
+    """Forward and backward and nothing else."""
+    model = GPT(config).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _theirs(config: GPTConfig, peer: str) -> Step:
     return PEERS[peer](GPT(config))
+
+
+def _makers(config: GPTConfig, watch: Stopwatch) -> dict[str, tuple[str, Callable[[], Step]]]:
+    """By name, precision and maker of each engine of this machine's pairs, and those beside."""
+    makers: dict[str, tuple[str, Callable[[], Step]]] = {}
+    for stage, peer, precision in PAIRS:
+        if peer in PEERS:
+            ours, alone = f"stage {stage} {precision}", f"alone {precision}"
+            stages = partial(_ours, config, stage, precision)
+            makers.setdefault(alone, (precision, partial(_alone, config, precision)))
+            makers.setdefault(ours, (precision, partial(stages, None, watch)))
+            if stage >= 2:
+                makers.setdefault(f"{ours} native", (precision, partial(stages, True, watch)))
+            makers[peer] = precision, partial(_theirs, config, peer)
+    return makers
 
 
 def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
     """Runs every engine on this rank, in turn; call it on all ranks."""
-    makers: dict[str, Any] = {}
-    for ours, stage, recipe, options, peer, precision in PAIRS:
-        if peer in PEERS:
-            makers[f"{ours} {precision}"] = partial(_ours, config, stage, recipe, options)
-            makers[peer] = partial(_theirs, peer, config)
+    watch = Stopwatch()
     rank, size = dist.get_rank(), dist.get_world_size()
     sequences = max(1, SEQUENCES // size)
     steps: dict[str, Step] = {}
     counted: dict[str, tuple[int, int | None]] = {}
-    for name, make in makers.items():
+    makers = _makers(config, watch)
+    for name, (_, make) in makers.items():
         steps[name] = make()
         for at in range(2):
             steps[name](*data.batch(at, rank, size, sequences, LINES))
         counted[name] = _count(steps[name], data.batch(2, rank, size, sequences, LINES))
-    wall: dict[str, list[float]] = {name: [] for name in steps}
-    cpu: dict[str, list[float]] = {name: [] for name in steps}
+    spent: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
     losses = {}
-    for at in range(3, 3 + rounds):
-        batch = data.batch(at, rank, size, sequences, LINES)
-        for name, step in steps.items():
-            dist.barrier()
-            began, began_cpu = time.perf_counter(), time.process_time()
-            losses[name] = step(*batch)
-            cpu[name].append(time.process_time() - began_cpu)
-            dist.barrier()
-            wall[name].append(time.perf_counter() - began)
-    return {
-        name: Timing(wall[name], cpu[name], losses[name].item(), *counted[name]) for name in steps
-    }
+    with watch.on_torch_optimizers():
+        for at in range(3, 3 + rounds):
+            batch = data.batch(at, rank, size, sequences, LINES)
+            for name, step in steps.items():
+                dist.barrier()
+                watch.seconds, wall = 0.0, time.perf_counter()
+                process, thread = time.process_time(), time.thread_time()
+                losses[name] = step(*batch)
+                process, thread = time.process_time() - process, time.thread_time() - thread
+                dist.barrier()
+                wall = time.perf_counter() - wall
+                spent[name].append((wall, process, process - thread, watch.seconds))
+    timings = {}
+    for name, rows in spent.items():
+        wall_s, cpu_s, threads_s, optimizer_s = (list(column) for column in zip(*rows, strict=True))
+        timings[name] = Timing(
+            makers[name][0], wall_s, cpu_s, threads_s, optimizer_s, losses[name].item(),
+            *counted[name],
+        )  # fmt: skip
+    return timings
 
 
 def _count(step: Step, batch: Any) -> tuple[int, int | None]:
@@ -109,39 +197,59 @@ def _count(step: Step, batch: Any) -> tuple[int, int | None]:
 def summary(
     ranks: int, results: list[dict[str, Timing]], config: GPTConfig = MODEL
 ) -> dict[str, Any]:
-    """Ratios and bytes from every rank's timings; ratios below 1 mean that ours is faster."""
-    params = num_parameters(GPT(config))
+    """Ratios, bytes and CPU seconds from every rank's timings; below 1 means that ours is faster.
+
+    `added_cpu_ratio` compares what each adds to forward and backward, which no engine can save.
+    `native_ratio` and `native_cpu_ratio` are those of the same stage on gloo's own collectives.
+    """
+    params, first = num_parameters(GPT(config)), results[0]
+
+    def cpu(name: str, what: str = "cpu_s") -> list[float]:
+        """Per round, the sum over ranks."""
+        return [sum(each) for each in zip(*(getattr(r[name], what) for r in results), strict=True)]
+
+    def ratios(ours: str, theirs: str) -> tuple[float | None, float | None]:
+        if ours not in first:
+            return None, None
+        wall = _median_ratio(first[ours].wall_s, first[theirs].wall_s)
+        return wall, _median_ratio(cpu(ours), cpu(theirs))
+
     pairs = []
-    for ours, _, _, _, peer, precision in PAIRS:
-        if peer not in results[0]:
-            continue
-        own, their = f"{ours} {precision}", peer
-        wall = [
-            a / b for a, b in zip(results[0][own].wall_s, results[0][their].wall_s, strict=True)
-        ]
-        cpu_own, cpu_their = _cpu(results, own), _cpu(results, their)
-        cpu = [a / b for a, b in zip(cpu_own, cpu_their, strict=True)]
-        pairs.append({
-            "ours": ours, "peer": peer, "precision": precision, "rounds": len(wall),
-            "ratio": round(statistics.median(wall), 3),
-            "cpu_ratio": round(statistics.median(cpu), 3),
-        })  # fmt: skip
-    engines = {
-        name: {
-            "median_s": round(statistics.median(first.wall_s), 4),
-            "cpu_s": round(statistics.median(_cpu(results, name)), 4),
-            "loss": round(first.loss, 4),
-            "sent_bytes_per_parameter": round(first.sent_bytes / params, 3),
-            "wire_bytes_per_parameter": first.wire_bytes
-            and round(first.wire_bytes / ranks / params, 3),
+    for stage, peer, precision in PAIRS:
+        if peer in first:
+            ours = f"stage {stage} {precision}"
+            (wall, of_cpu), native = ratios(ours, peer), ratios(f"{ours} native", peer)
+            alone = statistics.median(cpu(f"alone {precision}"))
+            added = [statistics.median(cpu(name)) - alone for name in (ours, peer)]
+            pairs.append({
+                "ours": f"stage {stage}", "peer": peer, "precision": precision,
+                "rounds": len(first[peer].wall_s), "ratio": wall, "cpu_ratio": of_cpu,
+                "added_cpu_ratio": round(added[0] / added[1], 3) if added[1] > 0 else None,
+                "native_ratio": native[0], "native_cpu_ratio": native[1],
+            })  # fmt: skip
+    engines = {}
+    for name, timing in first.items():
+        total = statistics.median(cpu(name))
+        parts = {
+            "forward_backward": statistics.median(cpu(f"alone {timing.precision}")),
+            "optimizer": statistics.median(cpu(name, "optimizer_s")),
+            "network_threads": statistics.median(cpu(name, "threads_s")),
         }
-        for name, first in results[0].items()
-    }
+        parts["rest"] = total - sum(parts.values())
+        engines[name] = {
+            "median_s": round(statistics.median(timing.wall_s), 4),
+            "cpu_s": round(total, 4),
+            "cpu_parts_s": {part: round(seconds, 4) for part, seconds in parts.items()},
+            "loss": round(timing.loss, 4),
+            "sent_bytes_per_parameter": round(timing.sent_bytes / params, 3),
+            "wire_bytes_per_parameter": timing.wire_bytes
+            and round(timing.wire_bytes / ranks / params, 3),
+        }
     return {
         "ranks": ranks, "params": params, "pairs": pairs, "engines": engines, "peers": versions(),
         "note": "a step of stage n / a step of the peer, median of interleaved rounds",
     }  # fmt: skip
 
 
-def _cpu(results: list[dict[str, Timing]], name: str) -> list[float]:
-    return [sum(each) for each in zip(*(r[name].cpu_s for r in results), strict=True)]
+def _median_ratio(ours: list[float], theirs: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)

@@ -42,11 +42,9 @@ class ParameterGathering:
             for unit in units
         }
         self.arriving: dict[Unit, Callable[[], None]] = {}
-        self.whole: set[Unit] = set(self.uses)
+        self.whole: set[Unit] = set()
         self.ran, self.group = set[int](), dist.group.WORLD
         self.followed: set[int] = set()  # modules that backward has reason to visit
-        for unit in self.uses:
-            self.free(unit)
         model.register_forward_pre_hook(lambda *_: self.ran.clear())
         for place, module in enumerate(self.modules):
             module.register_forward_pre_hook(lambda *_, place=place: self._before_forward(place))
@@ -58,8 +56,7 @@ class ParameterGathering:
             self.whole.discard(unit)
             with contextlib.suppress(KeyError, RuntimeError):  # it may still arrive, for nobody
                 self.arriving.pop(unit)()
-            unit.full_params.untyped_storage().resize_(0)
-            label(unit.full_params, "gathered")
+            unit.free_params()
 
     @contextlib.contextmanager
     def for_backward(self) -> Iterator[None]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,12 +91,14 @@ def deepspeed(model: GPT, stage: int) -> Step:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed as ds  # type: ignore[import-not-found]
 
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,  # its default is 1.0, and the stages here do not clip
     }
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_adamw_arguments())
     engine, *_ = ds.initialize(
@@ -119,7 +123,7 @@ PEERS: dict[str, Callable[[GPT], Step]] = {
     "fsdp2-no-reshard": lambda model: fsdp2(model, reshard=False),
 }
 if importlib.util.find_spec("deepspeed"):
-    PEERS["deepspeed-3"] = lambda model: deepspeed(model, 3)
+    PEERS |= {f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
 
 
 def versions() -> dict[str, str]:

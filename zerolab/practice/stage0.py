@@ -55,4 +55,4 @@ class Stage0:
         for unit in trainable:
             unit.adamw.update(unit.grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)
-            unit.drop_grads()
+            unit.forget_grads()

@@ -57,4 +57,4 @@ class Stage1:
             unit.param_shard.copy_(unit.adamw.master)
             self.comm.all_gather(unit.full_params, unit.param_shard)
             unit.grad_shard = None
-            unit.drop_grads()
+            unit.forget_grads()

@@ -16,7 +16,7 @@ from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
 from zerolab.practice.reduction import GradientReduction
-from zerolab.practice.unit import all_units, make_units, modules_of
+from zerolab.practice.unit import Unit, all_units, make_units, modules_of
 
 
 class Stage3:
@@ -37,10 +37,13 @@ class Stage3:
         prefetch: bool = False,
     ) -> None:
         self.model, self.comm = model, comm
-        self.needs = make_units(model, modules_of(model), comm.world_size, precision_of(recipe))
-        self.units = all_units(self.needs)
-        for unit in self.units:
+
+        def claim(unit: Unit) -> None:
             unit.own(comm.world_size, comm.rank, options, apart=True)
+
+        modules, precision = modules_of(model), precision_of(recipe)
+        self.needs = make_units(model, modules, comm.world_size, precision, claim)
+        self.units = all_units(self.needs)
         self.gathering = ParameterGathering(model, self.needs, comm, prefetch)
         self.reduction = GradientReduction(self.units, comm, overlap)
         self.reduction.after_unit = self.gathering.free

@@ -25,7 +25,8 @@ class Unit:
     """One flat buffer of parameters, and the gradients that backward leaves in another.
 
     full_params   (padded numel,) working dtype; the model's parameters are views of it
-    full_grads    (padded numel,) gradient dtype, from the first gradient until `drop_grads`
+    full_grads    (padded numel,) gradient dtype, from the first gradient until `drop_grads`;
+                  `forget_grads` keeps the memory for the next ones
     param_shard   the part of the parameters that this rank updates, see `own`
     grad_shard    its gradients, where a stage keeps them apart; None before there are any
     adamw         its optimizer states; a frozen unit has none
@@ -51,7 +52,7 @@ class Unit:
         self._initial = flatten([p.data for p in self.params], self.padded, torch.float32)
         self.full_params = label(self._initial.to(precision.working), "parameters")
         self.missing: set[int] = set(range(len(self.params)))
-        self._unwritten: set[int] = set()
+        self._unwritten = set(self.missing)
         for place, (param, view) in enumerate(
             zip(self.params, views(self.full_params, self.shapes), strict=True)
         ):
@@ -88,7 +89,8 @@ class Unit:
     ) -> None:
         """Keeps the optimizer states of one shard: the rank's, of world_size; call it once.
 
-        `param_shard` is a view of `full_params`, or a copy that stands `apart` from it.
+        `param_shard` is a view of `full_params`, or a copy that stands `apart`: then it is all that
+        remains of them.
         """
         shard = shard_of(self.full_params, world_size, rank)
         self.param_shard = label(shard.clone(), "parameters") if apart else shard
@@ -100,6 +102,8 @@ class Unit:
                 )
             self.adamw = AdamW(master, options)
         del self._initial
+        if apart:
+            self.free_params()
 
     def _buffer(self) -> Tensor:
         """`full_grads`, of which only the padding is written if it is new."""
@@ -107,7 +111,6 @@ class Unit:
             empty = torch.empty(self.padded, dtype=self.precision.gradient)
             self.full_grads = label(empty, "gradients")
             self.full_grads[self.numel :] = 0
-            self._unwritten = set(range(len(self.params)))
         return self.full_grads
 
     def grads(self) -> Tensor:
@@ -139,17 +142,36 @@ class Unit:
     def drop_grads(self) -> None:
         """Frees the whole gradients; the next backward pass begins with none."""
         self.full_grads = None
+        self.forget_grads()
+
+    def forget_grads(self) -> None:
+        """Lets the next backward pass write over the gradients, for a stage that holds them whole.
+
+        New memory for them in each step would cost more than filling it: the system clears it.
+        """
         self.missing = set(range(len(self.params)))
+        self._unwritten = set(self.missing)
+
+    def free_params(self) -> None:
+        """Gives the memory of the whole parameters back; `param_shard` remains (stage 3)."""
+        self.full_params.untyped_storage().resize_(0)
+        label(self.full_params, "gathered")
 
 
 def make_units(
-    model: nn.Module, modules: Iterable[nn.Module], world_size: int, precision: Precision
+    model: nn.Module,
+    modules: Iterable[nn.Module],
+    world_size: int,
+    precision: Precision,
+    claim: Callable[[Unit], None] = lambda unit: None,
 ) -> dict[nn.Module, list[Unit]]:
     """Units of the given modules' parameters, and which of them each module needs, in order.
 
     A parameter that two modules share (tied weights) belongs to the unit of the first and is
     needed by both. Trainable and frozen parameters of a module are two units, so that frozen
-    ones get neither gradients nor optimizer states. ValueError for a parameter in none of them.
+    ones get neither gradients nor optimizer states. `claim` is called with each unit before the
+    next is made, so that no second copy of the whole model arises. ValueError for a parameter in
+    none of them.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     owner: dict[int, Unit] = {}
@@ -162,6 +184,7 @@ def make_units(
                    if key not in owner and p.requires_grad == trainable]  # fmt: skip
             if new:
                 unit = Unit(new, world_size, precision)
+                claim(unit)
                 owner |= {id(param): unit for _, param in new}
                 needs[module].append(unit)
     outside = [name for key, name in names.items() if key not in owner]
