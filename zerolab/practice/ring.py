@@ -35,7 +35,7 @@ def ring_reduce_scatter(shard: Tensor, full: Tensor, rank: int, world_size: int)
     """
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     chunks = full.view(world_size, -1)
-    total = chunks[(rank - 1) % world_size].clone()
+    total = chunks[(rank - 1) % world_size]
     for k in range(1, world_size):
         arrived = torch.empty_like(shard)
         sending = dist.isend(total, right)

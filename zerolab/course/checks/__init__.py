@@ -1,6 +1,14 @@
 """One check for each exercise: `check(id, answer)` says what is right or wrong and why."""
 
-from zerolab.course.checks import lesson04, lesson05, lesson06, lesson07, lesson08, lesson08_links
+from zerolab.course.checks import (
+    lesson04,
+    lesson05,
+    lesson06,
+    lesson07,
+    lesson08,
+    lesson08_links,
+    lesson11,
+)
 from zerolab.course.checks.core import EXERCISES, Verdict, check, hint
 
 __all__ = [
@@ -14,4 +22,5 @@ __all__ = [
     "lesson07",
     "lesson08",
     "lesson08_links",
+    "lesson11",
 ]
