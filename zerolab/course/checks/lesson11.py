@@ -124,8 +124,7 @@ def _why_factor(factors: list[Any], max_norm: float, norm: float) -> str:
         (factor(norm**2), "The root is missing: that clips by the sum of squares."),
         (min(1.0, max_norm / norm) / RANKS, "That clips by the norm of the sum: clip the mean's."),
         (min(1.0, max_norm / (norm / RANKS)), "The 1/N is missing: the update takes the mean."),
-        (max_norm / norm, "That is max_norm over the sum's norm. Where nothing is to be clipped, "
-         "the factor is 1/N, and no gradient is blown up."),
+        (max_norm / norm, "Where nothing is to be clipped it is 1/N: no gradient is blown up."),
         (1 / RANKS, "That is the mean, unclipped."),
     ]  # fmt: skip
     for value, words in known:
