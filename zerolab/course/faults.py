@@ -233,8 +233,9 @@ class Run:
 def run_fault(world: World, fault: str) -> Run:
     """Trains with a fault on four ranks ("" for none). Ranks that wait for ever are freed."""
     hangs = "end" in FAULTS.get(fault, {})
-    limit_s, waits = HANGS_S if hangs else world.timeout, ""
+    limit_s = HANGS_S if hangs else world.timeout
     while True:
+        waits = ""
         try:
             world.run(_train, fault, timeout=limit_s)
         except RankTimeout as error:
