@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerolab.course.checks.core import STUB, Wrong, before_each_check
+from zerolab.course.checks.core import STUB, Wrong, before_each_check, untimed
 from zerolab.practice.world import RankError, RankTimeout, World, start_server
 
 RANKS = 4
@@ -39,12 +39,13 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: list[int] | None =
     Raises Wrong where the learner's code raised or did not come back, with its own last line;
     NotImplementedError where it is still the stub.
     """
-    if not _kept:
-        start_server()
-        _kept.append(World(RANKS, timeout=TIMEOUT_S))
-        _kept[0].private = True
-    if not _used:
-        _kept[0].run(_ready, timeout=START_S)
+    with untimed():
+        if not _kept:
+            start_server()
+            _kept.append(World(RANKS, timeout=TIMEOUT_S))
+            _kept[0].private = True
+        if not _used:
+            _kept[0].run(_ready, timeout=START_S)
     _used.append(True)
     try:
         return _kept[0].run(function, *args, ranks=ranks)
