@@ -329,6 +329,26 @@ def test_an_answer_that_exits_or_never_ends_gets_a_verdict(monkeypatch):
     expect("05.2", for_ever, 0, "did not end")
 
 
+def test_the_start_of_the_ranks_is_not_the_answer_s_time(monkeypatch):
+    from zerolab.course.checks import core, on_ranks
+
+    seen = []
+
+    class Slow(on_ranks.World):
+        def run(self, fn, *args, **kwargs):
+            if fn is on_ranks._ready:
+                seen.append(core.signal.getitimer(core.signal.ITIMER_REAL)[0])
+            return super().run(fn, *args, **kwargs)
+
+    monkeypatch.setattr(on_ranks, "World", Slow)
+    monkeypatch.setattr(on_ranks, "_kept", {})
+    monkeypatch.setattr(on_ranks, "_used", set())
+    expect("05.4", step, 4)
+    for world in on_ranks._kept.values():
+        world.close()
+    assert seen == [0.0] * 2, "four ranks, and three"
+
+
 def not_implemented_in_torch(own, comm):
     torch.zeros(3, device="meta").cpu()
 

@@ -63,6 +63,7 @@ def test_collectives_queue_on_one_link():
     now = time.monotonic()
     assert link.take(3, 200) - now == pytest.approx(5, abs=0.1)
     assert link.take(1, 100) - now == pytest.approx(7, abs=0.1)
+    assert link.busy_s == 7.0, "3 + 2 seconds, then 1 + 1, whatever the clock says"
 
 
 def test_amounts_are_read_with_their_units():

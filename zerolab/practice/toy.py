@@ -53,17 +53,19 @@ class Link:
     """An emulated link: one message after another leaves this rank at `bytes_per_s`.
 
     A collective of m messages and S bytes is on its way for m·latency + S/rate seconds: for a ring
-    of N ranks, (N-1)·alpha + (N-1)/N·S/B (Thakur et al. 2005).
+    of N ranks, (N-1)·alpha + (N-1)/N·S/B (Thakur et al. 2005). `busy_s` adds these times up.
     """
 
     bytes_per_s: float = float("inf")
     latency_s: float = 0.0
     free_at: float = 0.0
+    busy_s: float = 0.0
 
     def take(self, messages: int, num_bytes: int) -> float:
         """Books a collective; the moment (time.monotonic) at which it has arrived."""
-        starts = max(time.monotonic(), self.free_at)
-        self.free_at = starts + messages * self.latency_s + num_bytes / self.bytes_per_s
+        takes_s = messages * self.latency_s + num_bytes / self.bytes_per_s
+        self.busy_s += takes_s
+        self.free_at = max(time.monotonic(), self.free_at) + takes_s
         return self.free_at
 
 
