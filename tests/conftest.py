@@ -4,6 +4,7 @@ import os
 from contextlib import ExitStack
 from functools import lru_cache
 
+import cloudpickle
 import pytest
 from hypothesis import settings
 
@@ -20,3 +21,9 @@ def world_of():
     """Worlds that the tests share, by size: `world_of(4).run(function)`."""
     with ExitStack() as stack:
         yield lru_cache(lambda size: stack.enter_context(World(size, timeout=60)))
+
+
+def pytest_collection_finish(session):
+    """Functions of tests reach ranks by value, as a cell's do: no rank need import pytest."""
+    for module in {item.module for item in session.items if hasattr(item, "module")}:
+        cloudpickle.register_pickle_by_value(module)

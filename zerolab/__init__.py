@@ -17,6 +17,7 @@ _HOME = {
     "RankTimeout": "zerolab.practice.world",
     "check": "zerolab.course.checks",
     "hint": "zerolab.course.checks",
+    "progress": "zerolab.course.progress",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zerolab.course.progress import record
+
 NOT_ATTEMPTED, FAILED, PASSED = "not attempted", "not yet", "passed"
 _MARK = {NOT_ATTEMPTED: "[ ]", FAILED: "[x]", PASSED: "[ok]"}
 
@@ -138,9 +140,16 @@ def hint(number: str) -> Hints:
 def check(number: str, answer: Any) -> Verdict:
     """Judges an answer to an exercise: the points, with words. Never raises for an answer.
 
-    Raises ValueError for an exercise that does not exist.
+    Raises ValueError for an exercise that does not exist. An attempt is noted in the learner's
+    progress.
     """
-    task = find(number)
+    verdict = _judged(find(number), answer)
+    if verdict.status != NOT_ATTEMPTED:
+        record(number, float(verdict))
+    return verdict
+
+
+def _judged(task: Exercise, answer: Any) -> Verdict:
     if answer is None or answer is ...:
         return _verdict(task, 0, NOT_ATTEMPTED, "Replace the stub by your answer, then run again.")
     for action in _before:

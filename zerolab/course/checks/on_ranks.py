@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 from zerolab.course.checks.core import STUB, Wrong, before_each_check
 from zerolab.practice.world import RankError, RankTimeout, World, start_server
@@ -38,6 +41,9 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: list[int] | None =
         start_server()
         _kept.append(World(RANKS, timeout=TIMEOUT_S))
         _kept[0].private = True
+    if function.__module__.startswith("zerolab.course."):
+        # By value: else each fresh rank would import all checks, and sympy with them.
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
     _used.append(True)
     try:
         return _kept[0].run(function, *args, ranks=ranks)
