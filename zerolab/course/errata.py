@@ -24,7 +24,7 @@ WRONG, IMPRECISE, GAP = "wrong", "imprecise", "gap"
 VERDICTS = {
     WRONG: "not true as it stands",
     IMPRECISE: "true only with a condition that is not stated",
-    GAP: "not spoken of, and needed",
+    GAP: "left out, and needed",
 }
 
 
@@ -149,9 +149,9 @@ _ROWS = (
     Erratum("36", 12, "ZeRO-Offload uses CPU and NVMe", WRONG,
             "it uses the CPU alone; NVMe came with ZeRO-Infinity",
             "ZeRO-Offload; ZeRO-Infinity", "12"),
-    Erratum("37", 0, "memory is counted without activations, buffers, padding, tied or frozen "
-            "parameters, accumulation, other precisions, GB or GiB", GAP,
-            "each of them changes a figure; which it is must be said beside it",
+    Erratum("37", 0, "memory means model states: activations are named and not counted; buffers, "
+            "padding, tied or frozen parameters, accumulation, other precisions, GB or GiB do not "
+            "occur", GAP, "each of them changes a figure; which it is must be said beside it",
             "ZeRO §3.2", "04"),
 )  # fmt: skip
 ERRATA: dict[str, Erratum] = {row.number: row for row in _ROWS}

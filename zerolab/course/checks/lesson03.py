@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -43,12 +44,8 @@ def predict(answer: Any) -> None:
     expect_number(answer, 7 / 8, "The share of copies on eight ranks", slips)
 
 
-def _everyone(**pieces: tuple[str, int]) -> list[Pieces]:
-    return [pieces] * 4
-
-
 _CASES: list[tuple[str, list[Pieces]]] = [
-    ("four ranks that hold the same two pieces", _everyone(master=("a", 40), params=("b", 20))),
+    ("four ranks that hold the same two pieces", [{"master": ("a", 40), "params": ("b", 20)}] * 4),
     ("four ranks with shards of their own", [{"master": (x, 10)} for x in "abcd"]),
     ("equal parameters beside different shards",
      [{"params": ("p", 20), "master": (x, 10)} for x in "abcd"]),
@@ -60,23 +57,19 @@ _CASES: list[tuple[str, list[Pieces]]] = [
 ]  # fmt: skip
 
 
-def _counting(key: Callable[[str, str, int], Any], first_too: bool = False, one: bool = False):
-    """A wrong count: other pieces are taken as equal, or the original counts as a copy."""
-
-    def count(what: str, ranks: list[Pieces]) -> int:
-        all_pieces = [(n, d, s) for pieces in ranks for n, (d, s) in pieces.items()]
-        times, seen, total = Counter(key(*p) for p in all_pieces), set(), 0
-        for piece in all_pieces:
-            twin = times[key(*piece)] > 1 if first_too else key(*piece) in seen
-            total += (1 if one else piece[2]) if twin else 0
-            seen.add(key(*piece))
-        return total
-
-    return count
-
-
-def _all_bytes(ranks: list[Pieces]) -> int:
+def _total(ranks: list[Pieces]) -> int:
     return sum(size for pieces in ranks for _, size in pieces.values())
+
+
+def _with_originals(ranks: list[Pieces]) -> int:
+    times = Counter((n, d) for pieces in ranks for n, (d, _) in pieces.items())
+    return sum(s for pieces in ranks for n, (d, s) in pieces.items() if times[n, d] > 1)
+
+
+def _by(ranks: list[Pieces], key: Callable[[str, str], str]) -> int:
+    """Bytes of pieces whose key was met before."""
+    one_by_one = [{key(n, d): ("", s)} for pieces in ranks for n, (d, s) in pieces.items()]
+    return redundant_bytes(one_by_one)
 
 
 @exercise(
@@ -90,60 +83,38 @@ def _all_bytes(ranks: list[Pieces]) -> int:
     ],
 )
 def redundant(answer: Any) -> None:
-    def by_name(what: str, ranks: list[Pieces]) -> Any:
-        return answer([dict(pieces) for pieces in ranks]) if callable(answer) else answer
-
+    missteps: list[tuple[Callable[[list[Pieces]], Any], str]] = [
+        (_with_originals,
+         "One of them is the original: it is needed, and only the others are copies."),
+        (lambda ranks: _by(ranks, lambda n, d: d),
+         "Momentum and variance begin as zeros and will part: another name is no copy."),
+        (lambda ranks: _by(ranks, lambda n, d: n),
+         "A piece of the same name is a copy only if its bits are the same: compare digests."),
+        (lambda ranks: redundant_bytes([{n: (d, 1) for n, (d, _) in p.items()} for p in ranks]),
+         "You counted pieces: add up bytes."),
+        (lambda ranks: _total(ranks) - _total([ranks[0]]),
+         "You took for granted that all ranks hold what rank 0 holds: compare digests."),
+        (lambda ranks: _total(ranks) - _total(ranks) // len(ranks),
+         "(N-1)/N of all is right where everything is a copy: compare digests."),
+        (lambda ranks: sum(s for p in ranks[1:] for n, (d, s) in p.items()
+                           if ranks[0].get(n, ("", 0))[0] == d),
+         "You compared with rank 0 alone: ranks 1 and 2 may have a piece in common."),
+        (lambda ranks: _total(ranks) - redundant_bytes(ranks),
+         "That is what is needed: the copies are the rest."),
+        (_total, "These are all bytes, copies or not."),
+    ]  # fmt: skip
     expect_function(
-        by_name,
+        lambda what, ranks: answer(copy.deepcopy(ranks)) if callable(answer) else answer,
         lambda what, ranks: redundant_bytes(ranks),
         _CASES,
-        [
-            (_counting(lambda n, d, s: (n, d), first_too=True),
-             "One of them is the original: it is needed, and only the others are copies."),
-            (_counting(lambda n, d, s: d),
-             ("Momentum and variance begin as zeros and will part: equal bits under another name "
-             "are no copy.")),
-            (_counting(lambda n, d, s: n),
-             "A piece of the same name is a copy only if its bits are the same: compare digests."),
-            (_counting(lambda n, d, s: (n, d), one=True), "You counted pieces: add up bytes."),
-            (lambda what, ranks: _all_bytes(ranks) - sum(s for _, s in ranks[0].values()),
-             "You took for granted that all ranks hold what rank 0 holds: compare digests."),
-            (lambda what, ranks: _all_bytes(ranks) - _all_bytes(ranks) // len(ranks),
-             "(N-1)/N of all is right where everything is a copy: compare digests."),
-            (lambda what, ranks: sum(s for p in ranks[1:] for n, (d, s) in p.items()
-                                     if ranks[0].get(n, ("", 0))[0] == d),
-             "You compared with rank 0 alone: ranks 1 and 2 may have a piece in common."),
-            (lambda what, ranks: _all_bytes(ranks) - redundant_bytes(ranks),
-             "That is what is needed: the copies are the rest."),
-            (lambda what, ranks: _all_bytes(ranks), "These are all bytes, copies or not."),
-        ],
+        [(lambda what, ranks, w=wrong: w(ranks), words) for wrong, words in missteps],
         lambda what, ranks: what,
         "A copy has the name and the digest of a piece that an earlier rank holds.",
-    )  # fmt: skip
+    )
 
 
 @exercise(
     "03.3",
-    "Optimizer states of 70 billion parameters",
-    points=1,
-    hints=["Three pieces of 4 bytes.", "12 bytes for each of 70e9 parameters."],
-)
-def seventy_billion(answer: Any) -> None:
-    psi = 70e9
-    slips = [
-        Slip(4 * psi, "4 bytes each: that is the fp32 master copy alone, or one moment. There are "
-                      "three such pieces."),
-        Slip(16 * psi, "That is all model states: leave out parameters and gradients."),
-        Slip(8 * psi, "That is the two moments: the master weight belongs to K, too."),
-        Slip(2 * psi, "That is the working parameters, or the gradients."),
-        Slip(12, "12 is bytes for one parameter: there are 70e9 of them."),
-        Slip(12 * psi / 64, "That is a shard on 64 ranks: here nothing is partitioned yet."),
-    ]  # fmt: skip
-    expect_bytes(answer, 12 * psi, "Optimizer states of 70e9 parameters", slips)
-
-
-@exercise(
-    "03.4",
     "Who owns this element",
     points=2,
     hints=[
@@ -194,62 +165,63 @@ def _balanced(numel: int, world_size: int, index: int) -> int:
 
 
 @exercise(
-    "03.5",
+    "03.4",
     "Cut a state up, and put it together again",
     points=4,
     hints=[
         "keep: pad with zeros to a multiple of world_size, cut out the rank's part, copy it.",
+        "A slice of the padded buffer is a view; .clone() gives it memory of its own.",
         (
-            "torch.zeros(length * world_size) with the state in its first places is padded; "
-            "a slice of it is a view, and .clone() gives the slice memory of its own."
-        ),
-        (
-            "restore: torch.empty(len(shard) * comm.world_size), comm.all_gather(full, shard), and "
-            "cut the padding off: full[:numel]."
+            "restore: make full = torch.empty(len(shard) * comm.world_size), fill it by "
+            "comm.all_gather(full, shard), and return full[:numel]."
         ),
     ],
 )
 def cut_and_restore(answer: Any) -> None:
     if not (isinstance(answer, tuple | list) and len(answer) == 2 and all(map(callable, answer))):
-        raise Wrong("Two functions are needed.", 'Call check("03.5", (keep, restore)).')
+        raise Wrong("Two functions are needed.", 'Call check("03.4", (keep, restore)).')
     keep, restore = answer
-    kept = [trial for each in zip(*on_ranks(_keep_on_rank, keep), strict=True) for trial in each]
-    for trial in kept:
-        _right_shard(trial)
-    for each in zip(*on_ranks(_restore_on_rank, restore), strict=True):
-        for trial in each:
-            _right_whole(trial)
-    for trial in kept:
-        if trial.held > trial.right.nbytes:
+    kept = _in_order(on_ranks(_keep_on_rank, keep))
+    for t in kept:
+        short = "All shards are equally long, the last ones padded with zeros: round up."
+        long = "That is too long: a rank keeps its own part alone."
+        other = "Shards lie one after the other, in rank order; zeros fill the end."
+        _expect_tensor(t, "keep", "your shard has", short, long, other)
+    for t in _in_order(on_ranks(_restore_on_rank, restore)):
+        short, long = "Gather every shard.", "Cut the padding off."
+        other = "Each rank's shard belongs in its own place."
+        _expect_tensor(t, "restore", "you put together", short, long, other)
+        if t.cost > t.budget:
             raise Wrong(
-                f"{trial.where}: all is right, but keep leaves {trial.held} bytes alive; the shard "
-                f"has {trial.right.nbytes}.",
+                f"{t.where}: all is right, but it sends {t.cost} bytes; {t.budget} suffice.",
+                "An all-reduce of zero-filled buffers adds what need only be gathered.",
+                points=2,
+            )
+    for t in kept:
+        if t.cost > t.budget:
+            raise Wrong(
+                f"{t.where}: all is right, but keep leaves {t.cost} bytes alive; the shard has "
+                f"{t.budget}.",
                 "A slice is a view, and keeps the whole behind it alive: copy it.",
                 points=2,
             )
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What `keep` returned on a rank, what is right, and the bytes that stayed alive."""
+class Trial:
+    """What a function returned on a rank, what is right, and its bytes: held by keep, sent by
+    restore. `stale` is the state before the shards were changed."""
 
     where: str
     got: Any
     right: Tensor
-    numel: int
-    held: int
-
-
-@dataclass(frozen=True)
-class Made:
-    """What `restore` returned on a rank, what is right, the state before, and bytes sent."""
-
-    where: str
-    got: Any
-    right: Tensor
-    start: Tensor
-    sent: int
+    cost: int
     budget: int
+    stale: Tensor | None = None
+
+
+def _in_order(by_rank: list[list[Trial]]) -> list[Trial]:
+    return [trial for size in zip(*by_rank, strict=True) for trial in size]
 
 
 def _state(numel: int, world_size: int) -> Tensor:
@@ -259,22 +231,21 @@ def _state(numel: int, world_size: int) -> Tensor:
     return whole
 
 
-def _keep_on_rank(keep: Callable[[Tensor, int, int], Any]) -> list[Kept]:
+def _keep_on_rank(keep: Callable[[Tensor, int, int], Any]) -> list[Trial]:
     comm, found = Comm(), []
     n, rank = comm.world_size, comm.rank
     for numel in SIZES:
         whole = _state(numel, n)
-        given = [whole[:numel].clone()]
+        given, right = [whole[:numel].clone()], shard_of(whole, n, rank).clone()
         with Meter() as meter:
             got = keep(given.pop(), n, rank)
             gc.collect()
             held = meter.held()["total"]
-        where = f"{numel} elements, rank {rank}"
-        found.append(Kept(where, got, shard_of(whole, n, rank).clone(), numel, held))
+        found.append(Trial(f"{numel} elements, rank {rank}", got, right, held, right.nbytes))
     return found
 
 
-def _restore_on_rank(restore: Callable[[Tensor, int, Comm], Any]) -> list[Made]:
+def _restore_on_rank(restore: Callable[[Tensor, int, Comm], Any]) -> list[Trial]:
     """Every rank has changed its shard, as an optimizer would, so that nobody else knows it."""
     comm, found = Comm(), []
     n, rank = comm.world_size, comm.rank
@@ -286,50 +257,43 @@ def _restore_on_rank(restore: Callable[[Tensor, int, Comm], Any]) -> list[Made]:
         shard = shard_of(right, n, rank).clone()
         with Meter() as meter:
             got = restore(shard, numel, comm)
-        sent, where = meter.sent_bytes()["total"], f"{numel} elements, rank {rank}"
-        budget = (n - 1) * shard.nbytes
-        found.append(Made(where, got, right[:numel], start[:numel], sent, budget))
+        sent, budget = meter.sent_bytes()["total"], (n - 1) * shard.nbytes
+        where = f"{numel} elements, rank {rank}"
+        found.append(Trial(where, got, right[:numel], sent, budget, start[:numel]))
     return found
 
 
-def _right_shard(trial: Kept) -> None:
-    got, right = trial.got, trial.right
-    if not isinstance(got, Tensor):
-        raise Wrong(f"{trial.where}: keep returned {type_of(got)}.", "Return the shard, a tensor.")
-    if got.shape != right.shape:
-        words = "All shards are equally long, the last ones padded with zeros: round up."
-        if got.numel() == trial.numel:
-            words = "That is all of it: a rank keeps its own part alone."
-        raise Wrong(f"{trial.where}: your shard has {got.numel()} elements; it has "
-                    f"{right.numel()}.", words)  # fmt: skip
-    if not torch.equal(got, right):
-        raise Wrong(
-            f"{trial.where}: the shard is not that rank's part of the state.",
-            "Shards lie one after the other, in rank order; zeros fill the end.",
-        )
+def _expect_tensor(t: Trial, name: str, has: str, short: str, long: str, other: str) -> None:
+    if not isinstance(t.got, Tensor):
+        raise Wrong(f"{t.where}: {name} returned {type_of(t.got)}.", "Return a tensor.")
+    have, right = t.got.numel(), t.right.numel()
+    if t.got.shape != t.right.shape:
+        raise Wrong(f"{t.where}: {has} {have} elements; right are {right}, in one dimension.",
+                    short if have < right else long)  # fmt: skip
+    if not torch.equal(t.got, t.right):
+        if t.stale is not None and torch.equal(t.got, t.stale):
+            other = "That is the state before the shards were changed: restore must ask the others."
+        raise Wrong(f"{t.where}: the elements are not the right ones.", other)
 
 
-def _right_whole(trial: Made) -> None:
-    got, right = trial.got, trial.right
-    if not isinstance(got, Tensor):
-        raise Wrong(f"{trial.where}: restore returned {type_of(got)}.", "Return the state.")
-    if got.shape != right.shape:
-        words = "Cut the padding off." if got.numel() > right.numel() else "Gather every shard."
-        raise Wrong(f"{trial.where}: you put {got.numel()} elements together.", words)
-    if not torch.equal(got, right):
-        words = "Each rank's shard belongs in its own place."
-        if torch.equal(got, trial.start):
-            words = "That is the state before the shards were changed: restore must ask the others."
-        raise Wrong(
-            f"{trial.where}: the state that you put together is not the shards' own.", words
-        )
-    if trial.sent > trial.budget:
-        raise Wrong(
-            f"{trial.where}: all is right, but it sends {trial.sent} bytes where {trial.budget} "
-            "suffice.",
-            "An all-reduce of zero-filled buffers adds what need only be gathered.",
-            points=2,
-        )
+@exercise(
+    "03.5",
+    "Optimizer states of 70 billion parameters",
+    points=1,
+    hints=["Three pieces of 4 bytes.", "12 bytes for each of 70e9 parameters."],
+)
+def seventy_billion(answer: Any) -> None:
+    psi = 70e9
+    slips = [
+        Slip(4 * psi, "4 bytes each: that is the fp32 master copy alone, or one moment. There are "
+                      "three such pieces."),
+        Slip(16 * psi, "That is all model states: leave out parameters and gradients."),
+        Slip(8 * psi, "That is the two moments: the master weight belongs to K, too."),
+        Slip(2 * psi, "That is the working parameters, or the gradients."),
+        Slip(12, "12 is bytes for one parameter: there are 70e9 of them."),
+        Slip(12 * psi / 64, "That is a shard on 64 ranks: here nothing is partitioned yet."),
+    ]  # fmt: skip
+    expect_bytes(answer, 12 * psi, "Optimizer states of 70e9 parameters", slips)
 
 
 TRAVEL = "A parameter is needed whole by forward and backward, a gradient only summed by its owner."
