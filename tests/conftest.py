@@ -1,6 +1,7 @@
 """What all tests share: steady property tests, and figures without a display."""
 
 import os
+import sys
 from contextlib import ExitStack
 from functools import lru_cache
 
@@ -23,7 +24,8 @@ def world_of():
         yield lru_cache(lambda size: stack.enter_context(World(size, timeout=60)))
 
 
-def pytest_collection_finish(session):
+def pytest_collection_finish():
     """Functions of tests reach ranks by value, as a cell's do: no rank need import pytest."""
-    for module in {item.module for item in session.items if hasattr(item, "module")}:
-        cloudpickle.register_pickle_by_value(module)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("test_"):
+            cloudpickle.register_pickle_by_value(module)

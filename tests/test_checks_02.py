@@ -35,7 +35,7 @@ def test_02_1_passes():
         (lambda n, bits: n * bits / 8, "Return an int"),
         (lambda n, bits: n * bits // 8 * 3, "Multiply, divide"),
         (lambda n, bits: n // (bits - 1), "10 elements"),
-        (lambda n: n, "TypeError"),
+        (lambda n: n, "could not be tried: TypeError"),
         (20, "Give the function itself"),
     ],
 )
@@ -89,7 +89,7 @@ def test_02_3_passes():
         (lambda p: len(p) - 2, "add up their bytes"),
         (lambda p: sum(s for s in p.values() if s == 4), "Not every piece of 4 bytes"),
         (lambda p: 4, "what the optimizer keeps"),
-        (lambda p: p["master weight"] + p["momentum"] + p["variance"], "KeyError"),
+        (lambda p: p["master weight"] + p["momentum"] + p["variance"], "Your code stopped: KeyError"),
         (12, "you return 12"),
     ],
 )  # fmt: skip
