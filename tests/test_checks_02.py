@@ -89,7 +89,7 @@ def test_02_3_passes():
         (lambda p: len(p) - 2, "add up their bytes"),
         (lambda p: sum(s for s in p.values() if s == 4), "Not every piece of 4 bytes"),
         (lambda p: 4, "what the optimizer keeps"),
-        (lambda p: p["master weight"] + p["momentum"] + p["variance"], "Your code stopped: KeyError"),
+        (lambda p: p["master weight"] + p["momentum"] + p["variance"], "code stopped: KeyError"),
         (12, "you return 12"),
     ],
 )  # fmt: skip
