@@ -1,9 +1,11 @@
 """What all tests share: steady property tests, and figures without a display."""
 
 import os
+import sys
 from contextlib import ExitStack
 from functools import lru_cache
 
+import cloudpickle
 import pytest
 from hypothesis import settings
 
@@ -20,3 +22,10 @@ def world_of():
     """Worlds that the tests share, by size: `world_of(4).run(function)`."""
     with ExitStack() as stack:
         yield lru_cache(lambda size: stack.enter_context(World(size, timeout=60)))
+
+
+def pytest_collection_finish():
+    """Functions of tests reach ranks by value, as a cell's do: no rank need import pytest."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("test_"):
+            cloudpickle.register_pickle_by_value(module)

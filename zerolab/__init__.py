@@ -18,6 +18,7 @@ _HOME = {
     "check": "zerolab.course.checks",
     "given": "zerolab.course.checks",
     "hint": "zerolab.course.checks",
+    "progress": "zerolab.course.progress",
 }
 
 __all__ = ["__version__", *_HOME]

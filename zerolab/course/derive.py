@@ -31,6 +31,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from zerolab.course.progress import VARIABLE
+
 STUB = {"code": 'raise NotImplementedError("your code here")', "markdown": "*Your answer here.*"}
 MARKER = re.compile(r"^(?P<indent>\s*)### (?P<end>BEGIN|END) (?P<kind>SOLUTION|HIDDEN TESTS)\s*$")
 METADATA = {
@@ -188,6 +190,7 @@ def run(nb: Any, path: Path, timeout_s: int = 600) -> Any:
     )
     # With this variable set, ipykernel does not capture what child processes print.
     env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    env[VARIABLE] = "off"  # a learner's own progress is not ours to write
     try:
         client.execute(env=env)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:

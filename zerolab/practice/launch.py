@@ -31,7 +31,6 @@ PRELOAD = (
     "cloudpickle",
     "psutil",
     "zerolab.practice.rank",
-    "sympy",  # what checks send to ranks comes from files that derive, too
 )
 OUTPUT_LIMIT_BYTES = 1_000_000  # of a rank's printing that are kept in each call
 RANK_BYTES = {"forkserver": 60_000_000, "spawn": 170_000_000}  # an idle rank in its group, measured

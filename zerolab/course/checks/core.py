@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from zerolab.course.progress import record
+
 NOT_ATTEMPTED, FAILED, PASSED = "not attempted", "not yet", "passed"
 _MARK = {NOT_ATTEMPTED: "[ ]", FAILED: "[x]", PASSED: "[ok]"}
 
@@ -181,10 +183,16 @@ def check(number: str, answer: Any, learner: str = "") -> Verdict:
     """Judges an answer to an exercise: the points, with words. Never raises for an answer.
 
     `learner` is the id whose numbers the answer is for, see `given`. Raises ValueError for an
-    exercise that does not exist.
+    exercise that does not exist. An attempt is noted in the learner's progress.
     """
     task = find(number)
-    numbers = [given(number, learner)] if task.choices else []
+    verdict = _judged(task, answer, *([given(number, learner)] if task.choices else []))
+    if verdict.status != NOT_ATTEMPTED:
+        record(number, float(verdict))
+    return verdict
+
+
+def _judged(task: Exercise, answer: Any, *numbers: Given) -> Verdict:
     if answer is None or answer is ...:
         return _verdict(task, 0, NOT_ATTEMPTED, "Replace the stub by your answer, then run again.")
     for action in _before:
