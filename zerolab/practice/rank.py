@@ -111,6 +111,7 @@ def dumps(value: object) -> bytes:
 
 
 _namespace: dict[str, Any] | None = None
+_folder: str | None = None
 
 
 def namespace() -> dict[str, Any]:
@@ -134,6 +135,11 @@ def begin_namespace(rank: int, size: int) -> dict[str, Any]:
 def is_rank() -> bool:
     """Say whether this process is a rank."""
     return _namespace is not None
+
+
+def folder() -> str | None:
+    """The world's private folder, which goes when the world closes; None under a launcher."""
+    return _folder
 
 
 def run_cell(source: str, name: str, variables: dict[str, Any]) -> None:
@@ -295,6 +301,8 @@ def _end_with(life: Connection) -> None:
 
 def main(setup: Setup, pipes: Pipes) -> NoReturn:
     """Be a rank: called in the new process, never returns."""
+    global _folder
+    _folder = setup.folder
     os.setsid()  # Stop goes to the notebook's process group; ranks hear of it from the notebook
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with(pipes.life)
