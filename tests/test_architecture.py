@@ -23,6 +23,7 @@ ENGINE = ["stage0", "stage1", "stage2", "stage3", "unit", "reduction", "gatherin
 ENGINE += ["sharding", "adamw", "comm"]
 LAUNCHER = ["world", "rank", "group", "launch", "report", "attached", "private_net"]
 LAUNCHER += ["magic"]
+OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
     # 80 of them for what offload holds in each tier and moves over each edge
     "theory": ([p for p in FILES if p.parent.name == "theory"], 1580),
@@ -30,8 +31,14 @@ LINE_BUDGETS = {
     "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1000),
     # ranks beside a notebook, on any system and after any accident: not about ZeRO
     "launcher": ([PACKAGE / "practice" / f"{name}.py" for name in LAUNCHER], 1450),
+    # tiers below the device, files that survive what may befall them, and their rates
+    "offload": ([PACKAGE / "practice" / f"{name}.py" for name in OFFLOAD], 1250),
     "rest of practice": (
-        [p for p in FILES if p.parent.name == "practice" and p.stem not in ENGINE + LAUNCHER],
+        [
+            p
+            for p in FILES
+            if p.parent.name == "practice" and p.stem not in ENGINE + LAUNCHER + OFFLOAD
+        ],
         1600,
     ),
     "course": ([p for p in FILES if p.parent.name == "course"], 2000),

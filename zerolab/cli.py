@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolab.commands.bench import add_bench
+from zerolab.commands.offload import add_offload, measure_below
 from zerolab.commands.plan import add_plan
 from zerolab.commands.train import add_train
 
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--ranks", type=int, required=True, help="how many processes")
     measure.add_argument("--steps", type=int, default=10, help="optimizer steps (default 10)")
     measure.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
+    add_offload(measure)
     measure.add_argument("--json", action="store_true", help="print one JSON object")
     measure.set_defaults(run=_measure)
 
@@ -82,6 +84,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     from zerolab.course.measure import measure
 
+    if arguments.offload:
+        return measure_below(arguments)
     compared = measure(arguments.stage, arguments.ranks, arguments.recipe, arguments.steps)
     print(json.dumps(compared.as_dict(), indent=2) if arguments.json else compared.as_text())
     return 0 if compared.agrees else 1

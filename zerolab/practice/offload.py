@@ -223,6 +223,20 @@ class Offloaded:
         with self._whole_or_broken(), torch.no_grad():
             self._land()
 
+    @contextlib.contextmanager
+    def opened(self, unit: Unit) -> Iterator[None]:
+        """A unit whose states are in memory and may be changed; its parameters then follow them."""
+        if not unit.trainable:
+            yield
+            return
+        unit.adamw = self.states.read(unit)
+        yield
+        self._room(self._working, unit).copy_(unit.adamw.master)
+        self.states.take(unit)
+        self.states.commit()
+        self._bring_up(unit)
+        self.params.commit()
+
     def close(self) -> None:
         """Ends the threads and removes the files; the engine is of no use afterwards."""
         self._cpu.shutdown()

@@ -91,16 +91,17 @@ class StateFile:
 
     def _open(self, anew: bool, named: bool) -> None:
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if anew else 0)
+        direct = getattr(os, "O_DIRECT", 0)
         try:
-            self._descriptor = os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-            if anew:
+            self._descriptor = os.open(self.path, flags | (direct or os.O_DSYNC), 0o600)
+            if anew and direct:
                 os.pwrite(self._descriptor, self._head, 0)  # some systems refuse only here
-            self.how = "unbuffered (O_DIRECT)"
         except OSError as error:
-            if error.errno != errno.EINVAL:  # it means that this file system does not offer it
+            if not direct or error.errno != errno.EINVAL:  # it means that this is not offered
                 raise
-        if not hasattr(os, "O_DIRECT") or self.how != "unbuffered (O_DIRECT)":
-            self._descriptor = os.open(self.path, flags | os.O_DSYNC, 0o600)
+            direct, self._descriptor = 0, os.open(self.path, flags | os.O_DSYNC, 0o600)
+        if direct:
+            self.how = "unbuffered (O_DIRECT)"
         if not named:
             os.unlink(self.path)
         if anew and hasattr(os, "posix_fallocate"):  # a disk that is too full says so now

@@ -72,8 +72,8 @@ class _AdamWOver(AdamW):
 class AdamWInFile:
     """What stands for a unit's AdamW while its states are in a file; each look at one reads it."""
 
-    def __init__(self, file: StateFile, index: int, options: AdamWOptions) -> None:
-        self.file, self.index, self.options, self.steps = file, index, options, 0
+    def __init__(self, file: StateFile, index: int, options: AdamWOptions, steps: int) -> None:
+        self.file, self.index, self.options, self.steps = file, index, options, steps
         self.numel = file.sizes[index] // 12
 
     def over(self, buffer: Buffer) -> AdamW:
@@ -100,6 +100,10 @@ class StatesInMemory:
 
     def take(self, unit: Unit) -> None:
         """The unit's states stay where they are."""
+
+    def read(self, unit: Unit) -> AdamW:
+        """The unit's states, where they are."""
+        return unit.adamw
 
     def each(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, AdamW]]:
         """Every unit with its states."""
@@ -129,14 +133,19 @@ class StatesOnDisk(StatesInMemory):
         self.close = weakref.finalize(self, file.close)  # type: ignore[method-assign]
 
     def take(self, unit: Unit) -> None:
-        """Writes a new unit's states to the file, and lets go of them."""
+        """Writes the states that a unit has in memory to the file, and lets go of them."""
         index, adamw, buffer = self.index[unit], unit.adamw, self.buffers[0]
-        unit.adamw = stand_in = AdamWInFile(self.file, index, adamw.options)  # type: ignore[assignment]
+        stand_in = AdamWInFile(self.file, index, adamw.options, adamw.steps)
         there = stand_in.over(buffer)
         for state in ("master", "momentum", "variance"):
             getattr(there, state).copy_(getattr(adamw, state))
         self.file.sign(index, buffer)
         self.file.write(index, buffer)
+        unit.adamw = stand_in  # type: ignore[assignment]
+
+    def read(self, unit: Unit) -> AdamW:
+        """A copy of a unit's states, in memory until `take` writes it back."""
+        return unit.adamw.read()  # type: ignore[attr-defined]
 
     def each(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, AdamW]]:
         """Every unit with its states, which are written back when the caller asks for the next."""
