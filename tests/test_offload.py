@@ -241,7 +241,7 @@ def left_behind(sizes):
     from zerolab.practice.rank import folder, namespace
     from zerolab.practice.statefile import Buffer, StateFile
 
-    path = f"{folder()}/optimizer-states-{namespace()['RANK']}.bin"
+    path = f"{folder()}/optimizer-states-{namespace()['RANK']}-0.bin"
     file = StateFile.found(path, sizes, "states")
     for index, size in enumerate(sizes):
         buffer = Buffer(size)

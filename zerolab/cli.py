@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolab.commands.bench import add_bench
-from zerolab.commands.offload import add_offload, measure_below
+from zerolab.commands.offload import add_offload, add_time, measure_below, print_rates
 from zerolab.commands.plan import add_plan
 from zerolab.commands.train import add_train
 
@@ -41,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     lab.set_defaults(run=_lab)
 
     doctor = commands.add_parser("doctor", help="say whether this machine can run the course")
+    doctor.add_argument("--rates", action="store_true", help="how fast it copies, sends, updates")
+    doctor.add_argument("--ranks", type=int, default=2, help="at work together (default 2)")
+    doctor.add_argument("--json", action="store_true", help="print the rates as one JSON object")
     doctor.set_defaults(run=_doctor)
 
     add_plan(commands)
@@ -51,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--steps", type=int, default=10, help="optimizer steps (default 10)")
     measure.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
     add_offload(measure)
+    add_time(measure)
     measure.add_argument("--json", action="store_true", help="print one JSON object")
     measure.set_defaults(run=_measure)
 
@@ -75,6 +79,8 @@ def _lab(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from zerolab.practice.doctor import examine
 
+    if arguments.rates:
+        return print_rates(arguments.ranks, arguments.json)
     findings = examine()
     for finding in findings:
         print(finding)
@@ -86,6 +92,8 @@ def _measure(arguments: argparse.Namespace) -> int:
 
     if arguments.offload:
         return measure_below(arguments)
+    if arguments.time:
+        raise ValueError("--time needs --offload, as in --offload optimizer=disk.")
     compared = measure(arguments.stage, arguments.ranks, arguments.recipe, arguments.steps)
     print(json.dumps(compared.as_dict(), indent=2) if arguments.json else compared.as_text())
     return 0 if compared.agrees else 1

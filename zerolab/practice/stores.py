@@ -6,6 +6,8 @@ keeps what was changed.
 
 from __future__ import annotations
 
+import itertools
+import os
 import tempfile
 import time
 import weakref
@@ -55,7 +57,8 @@ def open_file(wanted: str | None, what: str, sizes: Sequence[int]) -> StateFile:
     """This rank's file for records of these sizes; `what` they are gives it its name."""
     folder, named = disk_folder(wanted)
     number = rank.namespace()["RANK"]
-    path = f"{folder}/{what.replace(' ', '-')}-{number}.bin"
+    names = (f"{folder}/{what.replace(' ', '-')}-{number}-{i}.bin" for i in itertools.count())
+    path = next(name for name in names if not os.path.lexists(name))
     if not named:
         path = tempfile.mktemp(".bin", f"zerolab-{number}-", folder)
     return StateFile(path, sizes, f"rank {number}'s {what}", named=named)
