@@ -106,6 +106,37 @@ def test_a_delayed_update_computes_with_parameters_that_lack_the_last_gradient(w
     assert late.losses[2] != plain.losses[2]
 
 
+def trains_frozen(offload):
+    """Losses and master weights of stage 3 with a frozen embedding, overlap and prefetch."""
+    from zerolab.practice import data
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.gpt import GPT
+    from zerolab.practice.measure import STAGES, digest
+    from zerolab.practice.offload import Offloaded
+
+    comm, model = Comm(), GPT()
+    model.embedding.requires_grad_(False)
+    fast = {"overlap": True, "prefetch": True}
+    if offload is None:
+        engine = STAGES[3](model, comm, **fast)
+    else:
+        engine = Offloaded(3, model, comm, offload=offload, **fast)
+    losses = []
+    for at in range(3):
+        loss = model.loss(*data.batch(at, comm.rank, comm.world_size))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, [digest(unit.adamw.master) for unit in engine.units if unit.trainable]
+
+
+@pytest.mark.parametrize("where", ["device", "cpu", "disk"])
+def test_frozen_units_overlap_and_prefetch_change_no_bit(world_of, where):
+    free = world_of(2).run(trains_frozen, None)
+    for optimizer, schedule in (("cpu", "plain"), ("disk", "stream")):
+        assert world_of(2).run(trains_frozen, Offload(optimizer, where, schedule)) == free
+
+
 def mixes_tiers(how):
     import torch
 

@@ -107,6 +107,10 @@ def test_the_commands_print_rates_and_times(capsys):
         ("measure --stage 3 --ranks 1 --offload parameters=cpu --time", "leave parameters"),
         ("measure --stage 2 --ranks 1 --offload optimizer=cpu --steps 0", "at least 1"),
         ("measure --stage 2 --ranks 1 --offload schedule=delayed --steps 1", "at least 2"),
+        (
+            "measure --stage 2 --ranks 1 --offload optimizer=disk --offload-folder no-such-folder",
+            "no-such-folder is no folder",
+        ),
         ("train --stage 0 --offload optimizer=cpu", "stage 0 shards nothing"),
     ],
 )

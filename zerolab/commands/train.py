@@ -58,6 +58,8 @@ def _train(arguments: argparse.Namespace) -> int:
     size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") if by_launcher else None
     if size and a.ranks not in (None, int(size)):
         raise ValueError(f"the launcher started {size} ranks: leave --ranks {a.ranks} away.")
+    if by_launcher and a.device_memory:
+        raise ValueError("toy devices are for ranks of our own: leave --device-memory away.")
     a.ranks = int(size) if size else 2 if a.ranks is None else a.ranks
     progress = _Progress(a)
     try:

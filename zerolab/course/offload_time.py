@@ -10,7 +10,7 @@ from zerolab.practice.gpt import GPTConfig
 from zerolab.practice.measure import Job
 from zerolab.practice.offload import CHOICES, Offload
 from zerolab.practice.precision import precision_of
-from zerolab.practice.rates import Rates, Timed, average, measure_rates, time_schedules
+from zerolab.practice.rates import Rates, Timed, average, time_schedules
 from zerolab.practice.world import World
 from zerolab.theory.offload import blocks
 from zerolab.theory.timeline import Task, run
@@ -115,10 +115,8 @@ def time_offload(
     offloads = [Offload(offload.optimizer, schedule=s, folder=offload.folder)
                 for s in CHOICES["schedule"] if stage > 1 or s != "stream"]  # fmt: skip
     with World(ranks, timeout=LIMIT_S) as world:
-        before = world.run(measure_rates, offload.folder)
         timed: list[Timed] = world.run(time_schedules, Job(stage, recipe, model), offloads, rounds)
-        after = world.run(measure_rates, offload.folder)
-    rates = average(before + after)
+    rates = average([t.rates for t in timed])
     device_s = statistics.mean(t.device_s for t in timed)
     found, share = [], None
     for one in offloads:

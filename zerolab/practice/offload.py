@@ -11,6 +11,7 @@ it computes instead.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class Offload:
             if getattr(self, name) not in known:
                 given = f"{name}={getattr(self, name)}"
                 raise ValueError(f"--offload {given} is not one of {', '.join(known)}.")
+        if self.folder is not None and not os.path.isdir(self.folder):
+            raise ValueError(f"--offload-folder {self.folder} is no folder: make it first.")
 
     @classmethod
     def read(cls, text: str) -> Offload:

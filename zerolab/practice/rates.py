@@ -75,18 +75,12 @@ def median_s(action: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 @torch.no_grad()
-def measure_rates(folder: str | None = None) -> Rates:
+def measure_rates(folder: str | None = None, rounds: int = ROUNDS) -> Rates:
     """Measures this rank's rates (call it on all ranks)."""
     comm, size = Comm(), 12 * ELEMENTS
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    one, other = torch.ones(ELEMENTS, dtype=torch.bfloat16), torch.ones(ELEMENTS).bfloat16()
+    one, other = (torch.ones(ELEMENTS, dtype=torch.bfloat16) for _ in range(2))
     shard, full = torch.ones(ELEMENTS), torch.ones(ELEMENTS * comm.world_size)
     adamw, wide = AdamW(torch.ones(ELEMENTS)), torch.ones(ELEMENTS)
-
-    def update() -> None:
-        adamw.update(wide.copy_(one), 1.0)
-        other.copy_(adamw.master)
-
     file = open_file(folder, "measured rates", [size] * 4)
     buffer = Buffer(size)
 
@@ -94,30 +88,45 @@ def measure_rates(folder: str | None = None) -> Rates:
         for index in range(4):
             action(index, buffer)
 
+    def update() -> None:
+        adamw.update(wide.copy_(one), 1.0)
+        other.copy_(adamw.master)
+
     each(file.sign)
-    write_s = median_s(lambda: each(file.write))
-    file.commit()
-    read_s, flush_s = median_s(lambda: each(file.read)), median_s(file.commit) / 2
-    checksum_s = median_s(lambda: file.check(0, buffer))
-    send_s = median_s(lambda: comm.all_gather(full, shard))
+    actions: dict[str, Callable[[], object]] = {
+        "write": lambda: each(file.write),
+        "flush": file.commit,
+        "read": lambda: each(file.read),
+        "checksum": lambda: file.check(0, buffer),
+        "send": lambda: comm.all_gather(full, shard),
+        "copy": lambda: other.copy_(one),
+        "update": update,
+    }
+    seconds = {name: median_s(action, rounds) for name, action in actions.items()}
     made = Rates(
         ranks=comm.world_size,
-        cores=cores or 1,
-        copy_bytes_per_s=one.nbytes / median_s(lambda: other.copy_(one)),
-        loopback_bytes_per_s=shard.nbytes * max(1, comm.world_size - 1) / send_s,
-        read_bytes_per_s=4 * size / read_s,
-        write_bytes_per_s=4 * size / write_s,
-        checksum_bytes_per_s=size / checksum_s,
-        adamw_elements_per_s=ELEMENTS / median_s(update),
-        flush_s=flush_s,
+        cores=cores(),
+        copy_bytes_per_s=one.nbytes / seconds["copy"],
+        loopback_bytes_per_s=shard.nbytes * max(1, comm.world_size - 1) / seconds["send"],
+        read_bytes_per_s=4 * size / seconds["read"],
+        write_bytes_per_s=4 * size / seconds["write"],
+        checksum_bytes_per_s=size / seconds["checksum"],
+        adamw_elements_per_s=ELEMENTS / seconds["update"],
+        flush_s=seconds["flush"] / 2,  # a commit waits twice
         disk=f"{file.how}, on {filesystem(file.path)}",
     )
     file.close()
     return made
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return allowed or 1
+
+
 def average(rates: list[Rates]) -> Rates:
-    """What an average rank gets."""
+    """What an average one of them is."""
     numbers = [name for name, value in asdict(rates[0]).items() if isinstance(value, float)]
     means = {name: statistics.mean(getattr(r, name) for r in rates) for name in numbers}
     return replace(rates[0], **means)
@@ -127,16 +136,18 @@ def average(rates: list[Rates]) -> Rates:
 class Timed:
     """Median seconds on this rank, and what the steps of each schedule handle.
 
-    device_s   forward and backward of the stage without offload
+    device_s   forward and backward of the stage without offload, on the slowest rank
     step_s     a whole step of each schedule
     update_s   of it, what follows after backward
     shards     this rank's elements of each unit, padding included
+    rates      measured between the steps, so that both see the same machine
     """
 
     device_s: float
     step_s: dict[str, float]
     update_s: dict[str, float]
     shards: list[int]
+    rates: Rates
 
 
 def time_schedules(job: Job, offloads: list[Offload], rounds: int = ROUNDS) -> Timed:
@@ -152,13 +163,17 @@ def time_schedules(job: Job, offloads: list[Offload], rounds: int = ROUNDS) -> T
     device: list[float] = []
     step: dict[str, list[float]] = {name: [] for name in engines}
     update: dict[str, list[float]] = {name: [] for name in engines}
+    rates = []
     for _ in range(rounds):
+        rates.append(measure_rates(offloads[0].folder, 1))
         for name, engine in {"": plain, **engines}.items():
             for at in range(STEPS):
                 batches = data.batch(at, comm.rank, comm.world_size)
                 dist.barrier()
                 began = time.perf_counter()
                 engine.backward(engine.model.loss(*batches))
+                if not name:
+                    dist.barrier()  # a step, too, lasts until the slowest rank is done
                 between = time.perf_counter()
                 engine.step(job.max_norm)
                 dist.barrier()
@@ -179,4 +194,5 @@ def time_schedules(job: Job, offloads: list[Offload], rounds: int = ROUNDS) -> T
         step_s={name: statistics.median(taken) for name, taken in step.items()},
         update_s={name: statistics.median(taken) for name, taken in update.items()},
         shards=[unit.padded // comm.world_size for unit in plain.units],
+        rates=average(rates),
     )

@@ -60,7 +60,8 @@ def open_file(wanted: str | None, what: str, sizes: Sequence[int]) -> StateFile:
     names = (f"{folder}/{what.replace(' ', '-')}-{number}-{i}.bin" for i in itertools.count())
     path = next(name for name in names if not os.path.lexists(name))
     if not named:
-        path = tempfile.mktemp(".bin", f"zerolab-{number}-", folder)
+        descriptor, path = tempfile.mkstemp(".bin", f"zerolab-{number}-", folder)
+        os.close(descriptor)
     return StateFile(path, sizes, f"rank {number}'s {what}", named=named)
 
 
