@@ -23,18 +23,26 @@ ENGINE = ["stage0", "stage1", "stage2", "stage3", "unit", "reduction", "gatherin
 ENGINE += ["sharding", "adamw", "comm"]
 LAUNCHER = ["world", "rank", "group", "launch", "report", "attached", "private_net"]
 LAUNCHER += ["magic", "system"]
+OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
-    "theory": ([p for p in FILES if p.parent.name == "theory"], 1500),
+    # 80 of them for what offload holds in each tier and moves over each edge
+    "theory": ([p for p in FILES if p.parent.name == "theory"], 1580),
     # what a learner reads to understand the four stages; some forty lines of it are there for
     # passes that were torn off and for frozen units
     "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1050),
     # ranks beside a notebook, on any system and after any accident: not about ZeRO; the last
     # hundred lines are what Windows lacks (system.py)
     "launcher": ([PACKAGE / "practice" / f"{name}.py" for name in LAUNCHER], 1550),
+    # tiers below the device, files that survive what may befall them, and their rates
+    "offload": ([PACKAGE / "practice" / f"{name}.py" for name in OFFLOAD], 1250),
     # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, and a
     # race that takes its CPU time apart
     "rest of practice": (
-        [p for p in FILES if p.parent.name == "practice" and p.stem not in ENGINE + LAUNCHER],
+        [
+            p
+            for p in FILES
+            if p.parent.name == "practice" and p.stem not in ENGINE + LAUNCHER + OFFLOAD
+        ],
         1800,
     ),
     "course": ([p for p in FILES if p.parent.name == "course"], 2000),

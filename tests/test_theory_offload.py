@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 
 from zerolab.course.oracles import delayed
 from zerolab.course.partition import even_shards, greedy_shards, row_shards
-from zerolab.theory.notation import L, a, b, h, s, t
+from zerolab.theory.memory import held_bytes, padding
+from zerolab.theory.notation import A, L, N_d, Psi, a, b, h, s, t
 from zerolab.theory.offload import (
     MOVABLE,
     bandwidth_for,
+    below,
+    blocks,
     cut,
     cuts,
+    derive_crossing,
     derive_intensity,
     efficiency,
 )
@@ -39,6 +43,41 @@ def test_cutting_at_an_fp32_edge_or_moving_the_parameters_costs_6_or_more():
     assert cut("states").crossing == 24
     with pytest.raises(ValueError, match="Node"):
         cut("activations")
+
+
+def test_a_rank_s_share_of_4_bytes_a_parameter_crosses_the_edge():
+    assert derive_crossing().result == 4 * Psi / N_d
+    streamed = derive_crossing(streamed=True)
+    assert streamed.steps[-2].expr == 2 * Psi * (A + 1) / N_d
+    assert streamed.result == 4 * Psi / N_d
+    everything = derive_crossing(streamed=True, parameters_below=True)
+    assert everything.steps[-2].expr == 6 * A * Psi / N_d
+    assert derive_crossing(parameters_below=True).result == 6 * Psi / N_d
+
+
+@given(st.integers(1, 10**6), st.integers(1, 64), st.sampled_from([1, 2, 3]), st.integers(1, 4))
+def test_what_leaves_the_gpu_is_below_it_and_nothing_else(params, n, stage, micro_batches):
+    padded = params + padding(params, n)
+    states = 12 * padded // n
+    for on in ("cpu", "nvme"):
+        for schedule in ("plain", "stream", "delayed"):
+            there = below(stage, n, params, None, "adamw-mixed", on, "gpu", schedule, micro_batches)
+            kept = held_bytes(stage, n, params)
+            assert there.gpu["parameters"] == kept["parameters"]
+            assert there.gpu["gradients"] == (0 if schedule == "stream" else kept["gradients"])
+            assert there.cpu["optimizer_states"] == (states if on == "cpu" else 0)
+            assert there.read == (blocks(states) if on == "nvme" else 0)
+            assert there.written == (there.read + 4096 if on == "nvme" else 0)
+            times = micro_batches if schedule == "stream" else 1
+            assert (n * there.down, n * there.up) == (2 * times * padded, 2 * padded)
+
+
+def test_parameters_below_come_up_for_both_gathers_of_every_micro_batch():
+    for on, micro_batches in (("cpu", 1), ("nvme", 3)):
+        there = below(3, 4, 1000, [600, 400], "adamw-mixed", "cpu", on, "plain", micro_batches)
+        assert there.gpu["parameters"] == 0
+        assert (there.down, there.up) == (2 * 250, 2 * micro_batches * 2 * 250)
+        assert there.read == (2 * 3 * 2 * 4096 if on == "nvme" else 0)
 
 
 def test_arithmetic_intensities_of_zero_infinity():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolab.commands.bench import add_bench
+from zerolab.commands.offload import add_offload, add_time, measure_below, print_rates
 from zerolab.commands.plan import add_plan
 from zerolab.commands.train import add_train
 
@@ -44,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     lab.set_defaults(run=_lab)
 
     doctor = commands.add_parser("doctor", help="say whether this machine can run the course")
+    doctor.add_argument("--rates", action="store_true", help="how fast it copies, sends, updates")
+    doctor.add_argument("--ranks", type=int, default=2, help="at work together (default 2)")
+    doctor.add_argument("--json", action="store_true", help="print the rates as one JSON object")
     doctor.set_defaults(run=_doctor)
 
     add_plan(commands)
@@ -58,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--overlap", action="store_true", help="reduce during backward (2, 3)")
     measure.add_argument("--prefetch", action="store_true", help="gather the next unit early (3)")
     measure.add_argument("--device-memory", metavar="SIZE", help="of a toy device, such as '2 MB'")
+    add_offload(measure)
+    add_time(measure)
     measure.add_argument("--json", action="store_true", help="print one JSON object")
     measure.set_defaults(run=_measure)
 
@@ -82,6 +88,8 @@ def _lab(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from zerolab.practice.doctor import examine
 
+    if arguments.rates:
+        return print_rates(arguments.ranks, arguments.json)
     findings = examine()
     for finding in findings:
         print(finding)
@@ -91,6 +99,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     from zerolab.course.measure import measure
 
+    if arguments.offload:
+        return measure_below(arguments)
+    if arguments.time:
+        raise ValueError("--time needs --offload, as in --offload optimizer=disk.")
     a = arguments
     options = {name: True for name in ("overlap", "prefetch") if getattr(a, name)}
     more = {"micro_batches": a.micro_batches, "max_norm": a.clip, "engine": options}

@@ -43,6 +43,8 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def as_dict(p: Plan) -> dict:
     """Exact ints per rank and step."""
+    from zerolab.course.edges import edges
+
     return {
         "stage": p.strategy.stage,
         "ranks": p.ranks,
@@ -58,11 +60,13 @@ def as_dict(p: Plan) -> dict:
         "sent_s": p.sent_s,
         "step_s": p.timeline and p.timeline.total_s,
         "bound": p.timeline and p.timeline.bound,
+        "edges": [{**vars(edge), "enough": edge.enough} for edge in edges(p)],
     }
 
 
 def as_text(p: Plan) -> str:
     """A small table: exact bytes, then GB (1e9)."""
+    from zerolab.course.edges import edges
     from zerolab.course.search import gigabytes as gb
 
     rows = [f"{p.model.name}, stage {p.strategy.stage}, {p.ranks} ranks, {p.strategy.recipe}"]
@@ -78,6 +82,7 @@ def as_text(p: Plan) -> str:
         rows.append(f"  {where}: {need} of {gb(f.capacity_bytes)}: {f.verdict}")
     if p.timeline:
         rows.append(f"  step {p.timeline.total_s:.3f} s, bound by {p.timeline.bound}")
+        rows += [f"  edge {edge}" for edge in edges(p)]
     elif p.sent_s is not None:
         rows.append(f"  sent in {p.sent_s:.3f} s at the link's rate, without latency or overlap")
     return "\n".join([*rows, f"  per rank and step; leaves out {p.leaves_out}"])

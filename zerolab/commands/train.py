@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerolab.practice.precision import LossScale
 
+from zerolab.commands.offload import add_offload, offload_of
+
 CALL_STEPS = 5  # steps between two signs of life
 CALL_LIMIT_S = 3600.0  # for one call: training is slow on some machines, and Ctrl-C is there
 BARS = "▁▂▃▄▅▆▇█"
@@ -41,6 +43,7 @@ def add_train(commands: Any) -> None:
                        help="folder to save to; one that all hosts share")  # fmt: skip
     train.add_argument("--resume", action="store_true",
                        help="go on from the last one there, of any stage and ranks")  # fmt: skip
+    add_offload(train)
     train.add_argument("--device-memory", metavar="SIZE", help="of a toy device, such as '8 MB'")
     train.add_argument("--json", action="store_true", help="print one JSON object")
     train.set_defaults(run=_train)
@@ -91,6 +94,8 @@ def _refuse_nonsense(a: argparse.Namespace, there: list[str]) -> None:
             raise ValueError(f"{given} trains nothing: it must be at least 1.")
     if not a.clip > 0:
         raise ValueError(f"--clip {a.clip:g} leaves no gradient: it must be above 0.")
+    if a.offload:
+        offload_of(a).check(a.stage, a.recipe)
     if a.resume and not a.checkpoint:
         raise ValueError("--resume needs --checkpoint DIR, the folder to go on from.")
     if there and not a.resume:
@@ -107,7 +112,8 @@ def _run(a: argparse.Namespace, progress: _Progress) -> None:
     from zerolab.practice.train import Training, on_rank
     from zerolab.practice.world import RankError, World
 
-    training = Training(a.stage, a.recipe, a.micro_batches, a.clip, a.seed)
+    below = offload_of(a) if a.offload else None
+    training = Training(a.stage, a.recipe, a.micro_batches, a.clip, a.seed, offload=below)
     folder = str(a.checkpoint.absolute()) if a.checkpoint else None
     toy = {"device_memory": a.device_memory} if a.device_memory else {}
     with World(a.ranks, timeout=CALL_LIMIT_S, **toy) as world:

@@ -9,6 +9,7 @@ what you trust: DCP's index is a pickle.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -73,15 +74,27 @@ def load(engine: Any, folder: str | Path) -> tuple[int, dict[str, Any]]:
     for state in random.values():
         torch.set_rng_state(state)
     for unit in engine.units:
-        _read(unit, comm, path, saved)
-        if unit.trainable:
-            unit.adamw.steps = manifest["updates"]
-            unit.param_shard.copy_(unit.adamw.master)
+        with _opened(engine, unit):
+            _read(unit, comm, path, saved)
+            if unit.trainable:
+                unit.adamw.steps = manifest["updates"]
         if unit.full_params.untyped_storage().nbytes() and len(unit.param_shard) < unit.padded:
             comm.all_gather(unit.full_params, unit.param_shard)
         unit.grad_shard = None
         unit.drop_grads()
     return manifest["steps"], manifest["about"]
+
+
+@contextlib.contextmanager
+def _opened(engine: Any, unit: Unit) -> Iterator[None]:
+    """A unit whose states are in memory; its working parameters follow them afterwards."""
+    if hasattr(engine, "opened"):  # they live below the device
+        with engine.opened(unit):
+            yield
+        return
+    yield
+    if unit.trainable:
+        unit.param_shard.copy_(unit.adamw.master)
 
 
 def _read(unit: Unit, comm: Comm, path: Path, saved: dict[str, Any]) -> None:

@@ -166,6 +166,7 @@ def train_in_one_process(
     world_size: int,
     combine: Callable[[list[Tensor]], Tensor] = sum_in_rank_order,
     scale: float | None = None,
+    delay: int = 0,
 ) -> tuple[Tensor, str]:
     """What the stages must equal: the same training without ranks.
 
@@ -177,8 +178,9 @@ def train_in_one_process(
     a step whose gradients overflow is skipped. Returns the fp32 weights (Ψ,) and the digest of the
     working parameters.
 
-    Another `combine` of the ranks' gradients, each (Ψ,), or another `scale` shows what a mistake
-    there leads to.
+    With `delay` 1 each update waits until the next step's gradients were computed without it, and
+    the last one comes at the end. Another `combine` of the ranks' gradients, each (Ψ,), or another
+    `scale` shows what a mistake there leads to.
     """
     precision = precision_of(job.recipe)
     model = job.build(job.model)
@@ -200,6 +202,11 @@ def train_in_one_process(
         model.zero_grad(set_to_none=True)
         return flatten(grads, numel, precision.gradient)
 
+    def update(total: Tensor, factor: float) -> None:
+        adamw.update(total, factor)
+        adamw.master.copy_(torch.where(trained, adamw.master, at_first))
+
+    waiting: list[tuple[Tensor, float]] = []
     for step in range(job.steps):
         working = adamw.master.to(precision.working)
         for param, data_view in zip(params, views(working, shapes), strict=True):
@@ -222,8 +229,11 @@ def train_in_one_process(
         if job.max_norm is not None:
             norm = total.double().square().sum().sqrt().item() * factor
             factor *= min(1.0, job.max_norm / (norm + 1e-6))
-        adamw.update(total, factor)
-        adamw.master.copy_(torch.where(trained, adamw.master, at_first))
+        waiting.append((total, factor))
+        if len(waiting) > delay:
+            update(*waiting.pop(0))
+    for late in waiting:
+        update(*late)
     return adamw.master, digest(adamw.master.to(precision.working))
 
 

@@ -3,7 +3,8 @@
 Held bytes are the sizes of the live storages of tensors: each storage once, however many views
 it has. The meter finds them itself, by looking at what every torch operation takes and returns;
 who allocated them has only to say what they are for (`label`). A storage that nobody labelled
-is counted as well, under "other", so nothing can be held in secret.
+is counted as well, under "other", so nothing can be held in secret. What lies in the CPU's
+memory, below the device (`zerolab.practice.tiers`), is counted apart, and so is what crosses.
 
 Sent bytes are the sizes of the buffers that are handed to other ranks, taken from the calls of
 torch.distributed as they happen. `zerolab.practice.comm` is made of sends and says which
@@ -25,6 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from zerolab.practice import tiers
+from zerolab.practice.tiers import TIERS
 from zerolab.practice.toy import DeviceFull
 
 KINDS = ("parameters", "gradients", "optimizer_states")
@@ -71,9 +74,11 @@ class Meter(TorchDispatchMode):
     With a `capacity` it is a toy device as well: DeviceFull, with what it was full of, as soon as
     live bytes exceed it.
 
-    held    bytes of live storages by kind, now
-    peak    the largest total of live bytes so far, and `peak_by_kind` what it was made of
+    held    bytes of live storages by kind, now, on the device or in another tier
+    peak    the largest total of live bytes on the device so far, and `peak_by_kind` what it was
+            made of
     timeline   (name, bytes by kind at its peak) of each part of a step: see `mark`
+    crossed bytes copied "down" to the CPU's memory and "up" from it so far
     sent    bytes handed to other ranks so far by collective; "control" for scalars, which are
             not part of any total
     """
@@ -82,8 +87,10 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.capacity = capacity
         self.sending: str | None = None
-        self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
-        self._held: Counter[str] = Counter()
+        self._live: dict[int, tuple[weakref.ref[Any], int, str, str]] = {}
+        self._tiers: dict[str, Counter[str]] = {tier: Counter() for tier in TIERS}
+        self._held = self._tiers["device"]
+        self.crossed: Counter[str] = Counter()
         self.peak = 0
         self.peak_by_kind: dict[str, int] = {}
         self.timeline: list[tuple[str, dict[str, int]]] = []
@@ -96,14 +103,22 @@ class Meter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        name = func._schema.name
+        moved = tiers.crossing(name, tensors, args)
         result = func(*args, **(kwargs or {}))
+        if moved:
+            self.crossed[moved[0]] += moved[1]
         if func.namespace == "c10d":
-            self._book(func._schema.name.split("::")[1], args)
+            self._book(name.split("::")[1], args)
         elif func is _UPDATE and self.timeline and self.timeline[-1][0] != "update":
             self.mark("update")
-        for value in tree_leaves((args, kwargs, result)):
-            if isinstance(value, Tensor):
-                self.see(value)
+        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        for value in results:
+            if value.untyped_storage()._cdata not in self._live:
+                tiers.inherit(tensors, value)
+        for value in (*tensors, *results):
+            self.see(value)
         return result
 
     def see(self, tensor: Tensor) -> None:
@@ -117,13 +132,14 @@ class Meter(TorchDispatchMode):
         self._count(key, storage)
         self._compare_peak()
 
-    def held(self) -> dict[str, int]:
-        """Bytes that live now: every kind, and their "total"."""
-        for key, (reference, _, _) in list(self._live.items()):
+    def held(self, tier: str = "device") -> dict[str, int]:
+        """Bytes that live now in a tier: every kind, and their "total"."""
+        for key, (reference, *_) in list(self._live.items()):
             storage = reference()
             if storage is not None:
                 self._count(key, storage)
-        held = {kind: self._held[kind] for kind in (*KINDS, "gathered", "temporary", "other")}
+        found = self._tiers[tier]
+        held = {kind: found[kind] for kind in (*KINDS, "gathered", "temporary", "other")}
         return held | {"total": sum(held.values())}
 
     def sent_bytes(self) -> dict[str, int]:
@@ -151,14 +167,15 @@ class Meter(TorchDispatchMode):
 
     def _count(self, key: int, storage: Any) -> None:
         size, kind = storage.nbytes(), getattr(storage, "zerolab_kind", "other")
-        _, old_size, old_kind = self._live.get(key, (None, 0, kind))
-        self._held[old_kind] -= old_size  # it may have been resized, or labelled, since last seen
-        self._held[kind] += size
-        self._live[key] = (weakref.ref(storage), size, kind)
+        tier = getattr(storage, "zerolab_tier", "device")
+        _, old_size, old_kind, old_tier = self._live.get(key, (None, 0, kind, tier))
+        self._tiers[old_tier][old_kind] -= old_size  # resized, labelled or marked since last seen
+        self._tiers[tier][kind] += size
+        self._live[key] = (weakref.ref(storage), size, kind, tier)
 
     def _forget(self, key: int) -> None:
-        _, size, kind = self._live.pop(key, (None, 0, "other"))
-        self._held[kind] -= size
+        _, size, kind, tier = self._live.pop(key, (None, 0, "other", "device"))
+        self._tiers[tier][kind] -= size
 
     def _compare_peak(self) -> None:
         total = self._held.total()

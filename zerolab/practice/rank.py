@@ -117,6 +117,7 @@ def dumps(value: object) -> bytes:
 
 
 _namespace: dict[str, Any] | None = None
+_folder: str | None = None
 
 
 def namespace() -> dict[str, Any]:
@@ -140,6 +141,11 @@ def begin_namespace(rank: int, size: int) -> dict[str, Any]:
 def is_rank() -> bool:
     """Say whether this process is a rank."""
     return _namespace is not None
+
+
+def folder() -> str | None:
+    """The world's private folder, which goes when the world closes; None under a launcher."""
+    return _folder
 
 
 def run_cell(source: str, name: str, variables: dict[str, Any]) -> None:
@@ -291,6 +297,8 @@ def end() -> NoReturn:
 
 def main(setup: Setup, pipes: Pipes) -> NoReturn:
     """Be a rank: called in the new process, never returns."""
+    global _folder
+    _folder = setup.folder
     system.leave_session()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     system.end_with(pipes.life)

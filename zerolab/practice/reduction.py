@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from zerolab.practice.comm import Comm
 from zerolab.practice.meter import label
@@ -25,6 +26,7 @@ class GradientReduction:
         self.next = 0
         self.pending: Callable[[], None] | None = None
         self.after_unit: Callable[[Unit], None] = lambda unit: None
+        self.keep: Callable[[Unit, Tensor], None] = keep
         for unit in self.order:
             unit.on_complete = self.advance
 
@@ -50,16 +52,13 @@ class GradientReduction:
         arrived = self.comm.start_reduce_scatter(shard, full)
         unit.drop_grads()
 
-        def keep() -> None:
+        def settle() -> None:
             nonlocal full
             arrived()
             del full
-            if unit.grad_shard is None:
-                unit.grad_shard = shard
-            else:
-                unit.grad_shard.add_(shard)  # an earlier micro-batch came first
+            self.keep(unit, shard)
 
-        self.pending = keep
+        self.pending = settle
         if not self.overlap:
             self._wait()
 
@@ -67,3 +66,11 @@ class GradientReduction:
         if self.pending:
             self.pending()
             self.pending = None
+
+
+def keep(unit: Unit, sums: Tensor) -> None:
+    """Makes a unit's sums over ranks its `grad_shard`, or adds them to an earlier micro-batch's."""
+    if unit.grad_shard is None:
+        unit.grad_shard = sums
+    else:
+        unit.grad_shard.add_(sums)

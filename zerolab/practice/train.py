@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,11 +15,13 @@ from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES
+from zerolab.practice.offload import Offload, Offloaded
 from zerolab.practice.precision import LossScale, precision_of
 from zerolab.practice.rank import namespace
 from zerolab.practice.sharding import shard_range
 from zerolab.practice.snapshots import CheckpointError
 from zerolab.practice.step import StepError, train_step
+from zerolab.practice.tiers import on_cpu
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Training:
     seed: int = 0
     lines: int = 128
     model: GPTConfig = field(default_factory=GPTConfig)
+    offload: Offload | None = None
     options: AdamWOptions = field(default_factory=lambda: AdamWOptions(lr=2e-3, beta2=0.99))
 
 
@@ -51,8 +55,12 @@ class Trainer:
             torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
         self.training, self.folder, comm = training, folder, Comm()
         torch.manual_seed(training.seed * comm.world_size + comm.rank)
-        model = GPT(training.model, training.seed)
-        self.engine = STAGES[training.stage](model, comm, training.options, training.recipe)
+        below = training.offload
+        with on_cpu() if below else contextlib.nullcontext():
+            model = GPT(training.model, training.seed)
+        how = (model, comm, training.options, training.recipe)
+        stage = training.stage
+        self.engine = Offloaded(stage, *how, below) if below else STAGES[stage](*how)
         self.steps, self.losses = 0, list[float]()
         self.about: dict[str, Any] = {"next_line": 0, "curve": []}
         if resume and folder:
@@ -69,6 +77,8 @@ class Trainer:
             self.steps += 1
         loss = self.losses[-1] if self.losses else float("nan")
         if evaluate:
+            if self.training.offload:
+                self.engine.finish()  # a delayed update lands now, not after the next backward
             mean, right = sum(self.losses) / len(self.losses), self.rate_of_right_answers()
             self.about["curve"].append([self.steps, mean, right])
             self.losses.clear()
@@ -91,7 +101,9 @@ class Trainer:
         comm, model, kept = self.engine.comm, self.engine.model, data.LINES - data.TRAIN_LINES
         start, stop = shard_range(kept, comm.world_size, comm.rank)
         lines = range(data.TRAIN_LINES + start, data.TRAIN_LINES + stop)
-        right = torch.tensor([right_answers(model, lines)], dtype=torch.float64)
+        parts = [lines[at : at + 25] for at in range(0, len(lines), 25)]  # few activations at once
+        found = sum(right_answers(model, part) for part in parts)
+        right = torch.tensor([found], dtype=torch.float64)
         return comm.control_sum(right).item() / kept
 
 

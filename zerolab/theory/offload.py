@@ -4,13 +4,15 @@ ZeRO-Offload (arXiv 2101.06840, §3) cuts a step's data-flow graph between GPU a
 (arXiv 2104.07857, §4) asks how fast a tier must be. Edge weights are bytes per parameter and step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import sympy as sp
 
 from zerolab.theory.derivation import Derivation, quotient
-from zerolab.theory.notation import L, Psi, b, h, s
+from zerolab.theory.memory import DEFAULT_RECIPE, Recipe, padded_params, recipe_named
+from zerolab.theory.notation import TIERS, A, L, N_d, Psi, b, h, s
 from zerolab.theory.values import one_of, whole
 
 MOVABLE = ("param16", "grad16", "states", "update", "float2half")
@@ -91,3 +93,81 @@ def cpu_adam_s(params: float) -> float:
 def disk_step_s(params: float, bytes_per_s: float, bytes_per_param: int = 16) -> float:
     """Seconds to read and to write all optimizer states once; 16 is what DeepSpeed's files hold."""
     return 2 * bytes_per_param * whole("params", params) / bytes_per_s
+
+
+BLOCK = 4096  # what unbuffered reads and writes are multiples of
+SCHEDULES = ("plain", "stream", "delayed")
+
+
+@dataclass(frozen=True)
+class Below:
+    """What a rank holds in each tier between backward and step, and moves in a step; bytes.
+
+    `cpu` has "temporary" too: room for what crosses, and for the disk two units. `files` hold every
+    record twice, so that one of the two is whole at any moment.
+    """
+
+    gpu: dict[str, int]
+    cpu: dict[str, int]
+    down: int
+    up: int
+    files: int
+    read: int
+    written: int
+
+
+def below(
+    stage: int, ranks: int, params: float, units: Sequence[int] | None = None,
+    recipe: str | Recipe = DEFAULT_RECIPE, optimizer_on: str = "cpu", parameters_on: str = "gpu",
+    schedule: str = "plain", micro_batches: int = 1,
+) -> Below:  # fmt: skip
+    """Exact bytes with offload at stage 1, 2 or 3, all parameters trainable, padding included.
+
+    "stream" sends gradients down after each backward, the others once; "delayed" keeps a step's
+    gradients and new parameters below. Parameters below come up for each of two gathers.
+    """
+    n, r, late = whole("ranks", ranks, 1), recipe_named(recipe), schedule == "delayed"
+    p, g, streamed = r.parameter, r.gradient, one_of("Schedule", schedule, SCHEDULES) == "stream"
+    total = padded_params(params, units, n)
+    shards = [-(-unit // n) for unit in units or [whole("params", params, 1)]]
+    own, most, kept = total // n, max(shards), parameters_on == "gpu"
+    room = (4 if g != 4 else 0) * most + (0 if late else (p + g) * most)
+    files = read = written = 0
+    for on, size, passes in ((optimizer_on, r.K, 1), (parameters_on, p, 2 * micro_batches)):
+        if one_of("Tier", on, TIERS) == "nvme":
+            records, head = sum(blocks(size * s) for s in shards), blocks(24 + 8 * len(shards))
+            files, read = files + 2 * (records + head), read + passes * records
+            room, written = (
+                room + (2 if size == r.K else 1) * blocks(size * most),
+                written + records,
+            )
+            written += head
+    return Below(
+        gpu={"parameters": p * (own if stage == 3 else total) * kept,
+             "gradients": g * (total if stage == 1 else own) * (not streamed),
+             "optimizer_states": r.K * own * (optimizer_on == "gpu")},
+        cpu={"parameters": p * own * ((parameters_on == "cpu") + late),
+             "gradients": g * own * (streamed or late),
+             "optimizer_states": r.K * own * (optimizer_on == "cpu"), "temporary": room},
+        down=g * own * (micro_batches if streamed else 1),
+        up=p * own * (1 if kept else 2 * micro_batches), files=files, read=read, written=written,
+    )  # fmt: skip
+
+
+def blocks(num_bytes: int) -> int:
+    """Bytes in whole blocks of the disk."""
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+def derive_crossing(streamed: bool = False, parameters_below: bool = False) -> Derivation:
+    """Bytes over the edge of GPU and CPU per rank and step, 16-bit gradients and parameters."""
+    parts = {"gradients down": 2 * (A if streamed else 1) * Psi / N_d}
+    if parameters_below:
+        parts |= dict.fromkeys(("up for forward", "up for backward"), 2 * A * Psi / N_d)
+    else:
+        parts["updated parameters up"] = 2 * Psi / N_d
+    why = "after every backward" if streamed else "after the last backward"
+    start = Derivation("Bytes over the edge", parts, f"gradients {why}", unit="bytes per rank")
+    step = start.then(sp.factor(sum(parts.values())), "added up; over all ranks N_d times as much")
+    once = streamed or parameters_below
+    return step.substitute({A: sp.Integer(1)}, "one micro-batch") if once else step
