@@ -20,8 +20,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch import ScriptObject, Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from zerolab.practice.toy import DeviceFull
@@ -65,7 +69,8 @@ class Meter(TorchDispatchMode):
     """Counts while it is on: `with Meter() as meter: step(); meter.held()`.
 
     With a `capacity` it is a toy device as well: DeviceFull, with what it was full of, as soon as
-    live bytes exceed it.
+    live bytes exceed it. With `fakes` tensors without memory count with the bytes that they would
+    have (`zerolab.practice.dry_run`).
 
     held    bytes of live storages by kind, now
     peak    the largest total of live bytes so far, and `peak_by_kind` what it was made of
@@ -73,9 +78,9 @@ class Meter(TorchDispatchMode):
             not part of any total
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int | None = None, fakes: bool = False) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.capacity, self.fakes = capacity, fakes
         self.sending: str | None = None
         self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         self._held: Counter[str] = Counter()
@@ -99,8 +104,13 @@ class Meter(TorchDispatchMode):
 
     def see(self, tensor: Tensor) -> None:
         """Looks at a tensor's storage: is it new, has it another size or another label?"""
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor: what it holds is inside
+            for name in tensor.__tensor_flatten__()[0]:
+                if isinstance(inner := getattr(tensor, name), Tensor):  # not its device mesh
+                    self.see(inner)
+            return
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # shapes without memory, such as DTensor plans with
+        if storage.device.type == "meta" and not self.fakes:  # such as DTensor plans with
             return
         key = storage._cdata
         if key not in self._live:
@@ -159,8 +169,16 @@ class Meter(TorchDispatchMode):
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
         largest = max((t.numel() * t.element_size() for t in tensors), default=0)
         total = sum(t.numel() * t.element_size() for t in tensors)
-        bytes_sent = handed(largest, total, dist.get_world_size())
+        bytes_sent = handed(largest, total, _group_size(args))
         self.sent[self.sending or collective] += bytes_sent
+
+
+def _group_size(args: Any) -> int:
+    """How many ranks take part in a call of torch.distributed: not always all of them."""
+    for value in tree_leaves(args):
+        if isinstance(value, ScriptObject) and "ProcessGroup" in value._type().name():
+            return dist.ProcessGroup.unbox(value).size()
+    return dist.get_world_size()
 
 
 # What one rank hands to others in a call of torch.distributed, from the largest tensor among the
