@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import ScriptObject, Tensor
+from torch import ScriptObject, Tensor, UntypedStorage
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -65,6 +65,25 @@ def sending_as(collective: str) -> Iterator[None]:
             meter.sending = None
 
 
+@contextlib.contextmanager
+def hear_resizes(meter: Meter) -> Iterator[None]:
+    """Tells a meter at once when code that labels nothing resizes a storage, as FSDP does."""
+    resize = UntypedStorage.resize_
+
+    def heard(storage: UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        if storage._cdata in meter._live:
+            meter._count(storage._cdata, storage)
+            meter._compare_peak()
+        return result
+
+    UntypedStorage.resize_ = heard  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
 class Meter(TorchDispatchMode):
     """Counts while it is on: `with Meter() as meter: step(); meter.held()`.
 
@@ -95,6 +114,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return result
         if func.namespace == "c10d":
             self._book(func._schema.name.split("::")[1], args)
         for value in tree_leaves((args, kwargs, result)):
