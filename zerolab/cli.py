@@ -6,12 +6,13 @@ Exit 0 when all agrees, 1 when something does not, 2 when what was asked makes n
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zerolab.commands.bench import add_bench
+from zerolab.commands.identify import add_identify
+from zerolab.commands.measure import add_measure
 from zerolab.commands.plan import add_plan
 from zerolab.commands.train import add_train
 
@@ -44,14 +45,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add_plan(commands)
 
-    measure = commands.add_parser("measure", help="train on real ranks and count their bytes")
-    measure.add_argument("--stage", type=int, required=True, help="ZeRO stage")
-    measure.add_argument("--ranks", type=int, required=True, help="how many processes")
-    measure.add_argument("--steps", type=int, default=10, help="optimizer steps (default 10)")
-    measure.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
-    measure.add_argument("--json", action="store_true", help="print one JSON object")
-    measure.set_defaults(run=_measure)
-
+    add_measure(commands)
+    add_identify(commands)
     add_train(commands)
     add_bench(commands)
     return parser
@@ -77,11 +72,3 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     return 0 if all(finding.fine for finding in findings) else 1
-
-
-def _measure(arguments: argparse.Namespace) -> int:
-    from zerolab.course.measure import measure
-
-    compared = measure(arguments.stage, arguments.ranks, arguments.recipe, arguments.steps)
-    print(json.dumps(compared.as_dict(), indent=2) if arguments.json else compared.as_text())
-    return 0 if compared.agrees else 1

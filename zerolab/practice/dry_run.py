@@ -227,7 +227,7 @@ def _stage(model: nn.Module, job: DryJob) -> Any:
 
 
 def _peer(model: nn.Module, job: DryJob, mesh: Any) -> Peer:
-    return fsdp2(model, reshard=DRY_PEERS[str(job.peer)], mesh=mesh, fused=False)
+    return fsdp2(model, reshard=DRY_PEERS[str(job.peer)], mesh=mesh)
 
 
 def _step(engine: Any, job: DryJob, meter: ModuleMeter) -> dict[str, int]:

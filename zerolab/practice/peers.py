@@ -1,4 +1,4 @@
-"""The same model under what PyTorch and DeepSpeed offer, each as an engine like those of the stages.
+"""The same model under what PyTorch and DeepSpeed offer, each as an engine like a stage's.
 
 Every peer gets the AdamW options, the fused kernel and the precision of the stage that it is held
 against. A maker takes a model with fp32 weights and returns a `Peer`.

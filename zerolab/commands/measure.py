@@ -1,0 +1,73 @@
+"""zerolab measure: a stage or a peer on real ranks, or a dry run of a model of any size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+DRY_ONLY = {"model", "tokens", "micro_batches", "recompute", "rank"}
+
+
+def add_measure(commands: Any) -> None:
+    """Adds the command."""
+    measure = commands.add_parser(
+        "measure",
+        help="train on real ranks and count their bytes",
+        description="Counts what each rank holds and sends, beside the formula. With --dry-run "
+        "the same code runs without memory and without other ranks, for models of any size; "
+        "with --peer it is PyTorch's or DeepSpeed's.",
+    )
+    measure.add_argument("--stage", type=int, help="ZeRO stage")
+    measure.add_argument("--peer", help="ddp, zero-redundancy, fsdp2, fsdp2-no-reshard, …")
+    measure.add_argument("--ranks", type=int, required=True, help="how many processes")
+    measure.add_argument("--steps", type=int, help="optimizer steps (default 10)")
+    measure.add_argument("--recipe", help="precision recipe (default adamw-mixed)")
+    measure.add_argument("--json", action="store_true", help="print one JSON object")
+    dry = measure.add_argument_group("a dry run")
+    dry.add_argument("--dry-run", action="store_true", help="no memory, and ranks that are not")
+    dry.add_argument("--model", help="such as gpt3-175b, llama2-7b")
+    dry.add_argument("--tokens", type=int, help="in a rank's one sequence (default 128)")
+    dry.add_argument("--micro-batches", type=int, help="of a step (default 1)")
+    dry.add_argument("--recompute", action="store_true", default=None,
+                     help="blocks keep their inputs alone")  # fmt: skip
+    dry.add_argument("--rank", type=int, help="whose bytes are counted (default 0)")
+    measure.set_defaults(run=_measure)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    if (options.stage is None) == (options.peer is None):
+        raise ValueError("Give --stage or --peer: one of them is measured.")
+    if options.peer and options.recipe:
+        raise ValueError("A peer has a recipe of its own: leave out --recipe.")
+    made = _dry(options, given) if options.dry_run else _real(options, given)
+    print(json.dumps(made.as_dict(), indent=2) if options.json else made.as_text())
+    return 0 if made.agrees else 1
+
+
+def _dry(options: argparse.Namespace, given: dict[str, Any]) -> Any:
+    from zerolab.course.thousand import dry_measure
+
+    if options.model is None:
+        raise ValueError("A dry run needs a model: --model llama2-7b, for one.")
+    if options.steps is not None:
+        raise ValueError("A dry run makes one step: leave out --steps.")
+    more = {name: given[name] for name in (DRY_ONLY | {"recipe"}) - {"model"} if name in given}
+    return dry_measure(options.model, options.ranks, options.stage, options.peer, **more)
+
+
+def _real(options: argparse.Namespace, given: dict[str, Any]) -> Any:
+    extra = sorted(f"--{name.replace('_', '-')}" for name in DRY_ONLY & set(given))
+    if extra:
+        raise ValueError(f"Only a dry run takes {', '.join(extra)}: add --dry-run.")
+    if options.peer:
+        from zerolab.course.beside import measure_peer
+
+        if options.steps is not None:
+            raise ValueError("A peer is measured in a fixed number of steps: leave out --steps.")
+        return measure_peer(options.peer, options.ranks)
+    from zerolab.course.measure import measure
+
+    steps = 10 if options.steps is None else options.steps
+    return measure(options.stage, options.ranks, options.recipe or "adamw-mixed", steps)
