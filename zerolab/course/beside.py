@@ -14,13 +14,13 @@ from zerolab.practice.world import World
 from zerolab.theory.memory import held_bytes
 from zerolab.theory.traffic import sent_bytes
 
+ROWS = "rows of each parameter, the last ranks padded"
 RULES: dict[str, tuple[int, int | str, str, str]] = {  # stage, schedule, recipe, who owns what
     "ddp": (0, 0, "adamw-fp32", "nothing is divided, so nothing is padded"),
     "zero-redundancy": (1, "lecture-stage-1", "adamw-fp32", "whole parameters, dealt out greedily"),
-    "fsdp2": (3, 3, "fsdp2-mixed", "rows of each parameter, the last ranks padded"),
-    "fsdp2-fp32": (3, 3, "adamw-fp32", "rows of each parameter, the last ranks padded"),
-    "fsdp2-no-reshard": (3, "shard-grad-op", "fsdp2-mixed", "rows of each parameter, the last "
-                         "ranks padded"),
+    "fsdp2": (3, 3, "fsdp2-mixed", ROWS),
+    "fsdp2-fp32": (3, 3, "adamw-fp32", ROWS),
+    "fsdp2-no-reshard": (3, "shard-grad-op", "fsdp2-mixed", ROWS),
     "deepspeed-1": (1, 1, "adamw-mixed", "a flat buffer, padded to a multiple of 2N"),
     "deepspeed-2": (2, 2, "adamw-mixed", "a flat buffer, padded to a multiple of 2N"),
     "deepspeed-3": (3, 3, "adamw-mixed", "each parameter flat, the small ones whole"),
@@ -107,6 +107,9 @@ def measure_peer(peer: str, ranks: int, world: World | None = None) -> PeerCompa
         unit = seen[0].params * (ranks - 1)
         times = {name: sent_bytes(schedule, 2, 2, recipe)[name] for name in sent}
         sent = {name: times[name] * unit // ranks for name in sent}
+    if peer == "zero-redundancy":  # a broadcast for each parameter, each with its share of a ring
+        sent["all_gather"] = sum(4 * p.numel() * (ranks - 1) // ranks for p in GPT().parameters())
+        sent["total"] = sent["all_reduce"] + sent["all_gather"]
     name = name_it(seen, ranks).name if ranks > 1 else "one rank: every stage is the same"
     wire, private = seen[0].wire, world.private_ports
     reason = None if wire is not None and private else "there is no loopback counter of our own"

@@ -89,7 +89,7 @@ class DryComparison:
                 same = "" if predicted == measured else "   <- not the same"
                 words = f"{title}: {name.replace('_', ' ')}"
                 lines.append(f"{words:<30}{predicted:>20,}{measured:>20,}{same}")
-        lines += ["", f"held over an N-th of the whole: {self.times_fair:.4f}"]
+        lines += ["", f"held: {self.times_fair:.5f} of an N-th of the whole"]
         lines += [f"  {row}" for row in self.uneven]
         lines += ["", f"peak inside a step, {self.peak_bytes:,} bytes ({self.peak_by}):"]
         for kind, size in sorted(self.peak_by_kind.items(), key=lambda item: -item[1]):

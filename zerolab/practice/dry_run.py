@@ -181,30 +181,36 @@ def dry_count(job: DryJob) -> DryCount:
         names = ", ".join(DRY_PEERS)
         raise ValueError(f"The peer {job.peer!r} cannot run without memory: choose one of {names}.")
     with fake_group(job.rank, job.ranks):
-        mesh = None
+        without_memory = _without_memory()
+        with without_memory:
+            model = Decoder(job.model, job.recompute)
+            params, shapes = num_parameters(model), [tuple(p.shape) for p in model.parameters()]
+        if params < job.ranks:
+            raise ValueError(
+                f"{job.ranks:,} ranks are more than the {params:,} parameters: use fewer."
+            )
         if job.peer:
             from torch.distributed.device_mesh import init_device_mesh
 
             mesh = init_device_mesh("cpu", (job.ranks,))  # its list of ranks has memory
-        with _without_memory(), ModuleMeter() as meter, hear_resizes(meter):
-            model = Decoder(job.model, job.recompute)
-            params, shapes = num_parameters(model), [tuple(p.shape) for p in model.parameters()]
-            if params < job.ranks:
-                raise ValueError(
-                    f"{job.ranks:,} ranks are more than the {params:,} parameters: use fewer."
-                )
-            engine = _peer(model, job, mesh) if job.peer else _stage(model, job)
-            meter.watch(model)
-            tracker = None
-            if job.peer:
-                _step(engine, job, meter)  # torch's optimizers make their states in a first step
-                engine.label_states()
-                tracker = _torch_s_tracker(engine)
-            meter.sent.clear()
-            meter.peaks.clear()
-            meter.reset_peak()
-            with tracker or contextlib.nullcontext():
-                held = _step(engine, job, meter)
+        with without_memory:
+            if job.peer:  # made unwatched: fully_shard cuts each parameter in N pieces to keep one
+                engine: Any = fsdp2(model, reshard=DRY_PEERS[job.peer], mesh=mesh)
+            with ModuleMeter() as meter, hear_resizes(meter):
+                tracker = None
+                if job.peer:
+                    _step(engine, job, meter)  # torch's optimizers make states in a first step
+                    engine.label_states()
+                    tracker = _torch_s_tracker(engine)
+                else:
+                    comm = OneBookingComm()
+                    engine = STAGES[job.stage](model, comm, recipe=job.recipe, **job.engine)
+                meter.watch(model)
+                meter.sent.clear()
+                meter.peaks.clear()
+                meter.reset_peak()
+                with tracker or contextlib.nullcontext():
+                    held = _step(engine, job, meter)
         padding, empty = _uneven(engine, job)
         return DryCount(
             rank=job.rank,
@@ -220,14 +226,6 @@ def dry_count(job: DryJob) -> DryCount:
             peak_by="torch's FSDPMemTracker" if tracker else "zerolab's meter",
             modules=meter.peaks,
         )
-
-
-def _stage(model: nn.Module, job: DryJob) -> Any:
-    return STAGES[job.stage](model, OneBookingComm(), recipe=job.recipe, **job.engine)
-
-
-def _peer(model: nn.Module, job: DryJob, mesh: Any) -> Peer:
-    return fsdp2(model, reshard=DRY_PEERS[str(job.peer)], mesh=mesh)
 
 
 def _step(engine: Any, job: DryJob, meter: ModuleMeter) -> dict[str, int]:
