@@ -180,6 +180,11 @@ def dry_count(job: DryJob) -> DryCount:
     if job.peer is not None and job.peer not in DRY_PEERS:
         names = ", ".join(DRY_PEERS)
         raise ValueError(f"The peer {job.peer!r} cannot run without memory: choose one of {names}.")
+    if job.tokens > job.model.context:
+        raise ValueError(
+            f"{job.tokens:,} tokens are more than {job.model.name} looks back on: give at most "
+            f"{job.model.context:,}."
+        )
     with fake_group(job.rank, job.ranks):
         without_memory = _without_memory()
         with without_memory:
