@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import Any
 
-DRY_ONLY = {"model", "tokens", "micro_batches", "recompute", "rank"}
+DRY_ONLY = {"model", "tokens", "recompute", "rank"}
+OF_A_STAGE = {"recipe", "clip", "overlap", "prefetch"}
 
 
 def add_measure(commands: Any) -> None:
@@ -23,12 +24,17 @@ def add_measure(commands: Any) -> None:
     measure.add_argument("--ranks", type=int, required=True, help="how many processes")
     measure.add_argument("--steps", type=int, help="optimizer steps (default 10)")
     measure.add_argument("--recipe", help="precision recipe (default adamw-mixed)")
+    measure.add_argument("--micro-batches", type=int, help="per rank and step (default 1)")
+    measure.add_argument("--clip", "--max-norm", type=float, help="largest norm of the gradient")
+    measure.add_argument("--overlap", action="store_true", default=None,
+                         help="reduce during backward (2, 3)")  # fmt: skip
+    measure.add_argument("--prefetch", action="store_true", default=None,
+                         help="gather the next unit early (3)")  # fmt: skip
     measure.add_argument("--json", action="store_true", help="print one JSON object")
     dry = measure.add_argument_group("a dry run")
     dry.add_argument("--dry-run", action="store_true", help="no memory, and ranks that are not")
     dry.add_argument("--model", help="such as gpt3-175b, llama2-7b")
     dry.add_argument("--tokens", type=int, help="in a rank's one sequence (default 128)")
-    dry.add_argument("--micro-batches", type=int, help="of a step (default 1)")
     dry.add_argument("--recompute", action="store_true", default=None,
                      help="blocks keep their inputs alone")  # fmt: skip
     dry.add_argument("--rank", type=int, help="whose bytes are counted (default 0)")
@@ -39,8 +45,9 @@ def _measure(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if value is not None}
     if (options.stage is None) == (options.peer is None):
         raise ValueError("Give --stage or --peer: one of them is measured.")
-    if options.peer and options.recipe:
-        raise ValueError("A peer has a recipe of its own: leave out --recipe.")
+    if options.peer and (extra := OF_A_STAGE & set(given)):
+        raise ValueError(f"A peer has ways of its own: leave out {_typed(extra)}.")
+    given["engine"] = {name: True for name in ("overlap", "prefetch") if name in given}
     made = _dry(options, given) if options.dry_run else _real(options, given)
     print(json.dumps(made.as_dict(), indent=2) if options.json else made.as_text())
     return 0 if made.agrees else 1
@@ -53,21 +60,29 @@ def _dry(options: argparse.Namespace, given: dict[str, Any]) -> Any:
         raise ValueError("A dry run needs a model: --model llama2-7b, for one.")
     if options.steps is not None:
         raise ValueError("A dry run makes one step: leave out --steps.")
-    more = {name: given[name] for name in (DRY_ONLY | {"recipe"}) - {"model"} if name in given}
+    if options.clip is not None:
+        raise ValueError("A dry run has no values to clip: leave out --clip.")
+    names = (DRY_ONLY | {"recipe", "micro_batches", "engine"}) - {"model"}
+    more = {name: given[name] for name in names if name in given}
     return dry_measure(options.model, options.ranks, options.stage, options.peer, **more)
 
 
 def _real(options: argparse.Namespace, given: dict[str, Any]) -> Any:
-    extra = sorted(f"--{name.replace('_', '-')}" for name in DRY_ONLY & set(given))
-    if extra:
-        raise ValueError(f"Only a dry run takes {', '.join(extra)}: add --dry-run.")
+    if DRY_ONLY & set(given):
+        raise ValueError(f"Only a dry run takes {_typed(DRY_ONLY & set(given))}: add --dry-run.")
     if options.peer:
         from zerolab.course.beside import measure_peer
 
-        if options.steps is not None:
-            raise ValueError("A peer is measured in a fixed number of steps: leave out --steps.")
+        if extra := {"steps", "micro_batches"} & set(given):
+            raise ValueError(f"A peer is measured in steps of one kind: leave out {_typed(extra)}.")
         return measure_peer(options.peer, options.ranks)
     from zerolab.course.measure import measure
 
     steps = 10 if options.steps is None else options.steps
-    return measure(options.stage, options.ranks, options.recipe or "adamw-mixed", steps)
+    more = {"max_norm": options.clip, "engine": given["engine"]}
+    more |= {"micro_batches": given["micro_batches"]} if "micro_batches" in given else {}
+    return measure(options.stage, options.ranks, options.recipe or "adamw-mixed", steps, **more)
+
+
+def _typed(names: set[str]) -> str:
+    return ", ".join(sorted(f"--{name.replace('_', '-')}" for name in names))

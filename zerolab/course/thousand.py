@@ -144,6 +144,9 @@ def dry_measure(
     if peer is None:
         one_of("Stage", stage, STAGES)
         precision_of(recipe)
+        for option, first in (("overlap", 2), ("prefetch", 3)):
+            if more.get("engine", {}).get(option) and (stage or 0) < first:
+                raise ValueError(f"Stage {stage} has no {option}: it begins with stage {first}.")
     else:
         recipe = "fsdp2-mixed"  # fp32 shards, computing and reducing in 16 bits
     job = DryJob(built, ranks, stage or 0, peer, rank, recipe, **more)

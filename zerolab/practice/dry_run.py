@@ -117,7 +117,7 @@ class ModuleMeter(Meter):
 
     def _compare_peak(self) -> None:
         total = self._held.total()
-        if total > self.peak:
+        if total >= self.peak:
             super()._compare_peak()
         if total > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = total
