@@ -88,7 +88,9 @@ def identify(
     The optimizer is taken to be AdamW: two fp32 moments, and master weights where the parameters
     work in 16 bits. ValueError, in one sentence, for what cannot be run or named.
     """
-    if claimed is not None:
+    if claimed is not None:  # Stage-3 and shard-grad-op are as good
+        plain = {name.lower().replace("_", " ").replace("-", " "): name for name in NAMES}
+        claimed = plain.get(claimed.lower().replace("_", " ").replace("-", " "), claimed)
         one_of("The name", claimed, NAMES)
     if ranks < 2:
         raise ValueError(f"On {ranks} rank every stage is the same: use at least 2.")
