@@ -125,7 +125,7 @@ def test_fully_shard_holds_what_its_rule_of_rows_derives(small_models, small, pe
         assert compared.held_bytes["predicted"] == compared.held_bytes["measured"]
         assert compared.sent_bytes["predicted"] == compared.sent_bytes["measured"]
         assert compared.equal
-        assert compared.empty_shards > 0
+        assert (compared.empty_shards > 0) == (ranks > 4)
         assert compared.times_fair > 1 or rank
 
 
