@@ -19,7 +19,8 @@ STAGE_1, ALL_REDUCING, STAGE_2, STAGE_3 = (
     "stage 1", "stage 1 that all-reduces", "stage 2", "stage 3",
 )  # fmt: skip
 NAMES = (DATA_PARALLEL, STAGE_1, ALL_REDUCING, STAGE_2, STAGE_3, SHARD_GRAD_OP, HYBRID, NONE)
-_THEORY = {  # the stage that holds alike, and the schedule that sends alike
+# the stage that holds alike, and the schedule that sends alike
+_THEORY: dict[str, tuple[int, int | str]] = {
     DATA_PARALLEL: (0, 0), STAGE_1: (1, 1), ALL_REDUCING: (1, "lecture-stage-1"), STAGE_2: (2, 2),
     STAGE_3: (3, 3), SHARD_GRAD_OP: (3, "shard-grad-op"),
 }  # fmt: skip
@@ -120,7 +121,8 @@ def name_it(seen: list[Seen], ranks: int, claimed: str | None = None) -> Identif
     held = _by_kind(held, first, ranks)
     parts = {kind: _parts(held[kind], whole, ranks) for kind, whole in _whole(first).items()}
     passes = _passes(elements, first.params, ranks)
-    of_2 = first.elements_of_2 and _passes(first.elements_of_2, first.params, ranks)
+    more = first.elements_of_2
+    of_2 = None if more is None else _passes(more, first.params, ranks)
     drift = parts["parameters"] == 1 and len({s.weights[1] for s in seen}) > 1
     name = NONE if drift else _name(parts, passes, ranks)
     evidence = []

@@ -197,7 +197,7 @@ class Meter(TorchDispatchMode):
 def _group_size(args: Any) -> int:
     """How many ranks take part in a call of torch.distributed: not always all of them."""
     for value in tree_leaves(args):
-        if isinstance(value, ScriptObject) and "ProcessGroup" in value._type().name():
+        if isinstance(value, ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value).size()
     return dist.get_world_size()
 

@@ -253,7 +253,7 @@ def _after_backward(look: Callable[[], None]) -> Iterator[None]:
         backward(*args, **kwargs)
         look()
 
-    torch.autograd.backward = watched  # type: ignore[assignment]
+    torch.autograd.backward = watched
     try:
         yield
     finally:

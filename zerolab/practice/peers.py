@@ -86,11 +86,14 @@ def _label(tensors: Iterable[Any], kind: str) -> None:
             label(local(tensor), kind)
 
 
-def _adamw(parameters: Iterable[Tensor], fused: bool = True) -> torch.optim.Optimizer:
+def _adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True, **_options())
+
+
+def _options() -> dict[str, Any]:
     o = OPTIONS
-    options = {"lr": o.lr, "eps": o.eps, "weight_decay": o.weight_decay, "fused": fused}
-    foreach = None if fused else False
-    return torch.optim.AdamW(parameters, betas=(o.beta1, o.beta2), foreach=foreach, **options)
+    betas = (o.beta1, o.beta2)
+    return {"lr": o.lr, "betas": betas, "eps": o.eps, "weight_decay": o.weight_decay}
 
 
 def ddp(model: nn.Module) -> Peer:
@@ -107,11 +110,9 @@ def zero_redundancy(model: nn.Module) -> Peer:
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    o = OPTIONS
     optimizer = ZeroRedundancyOptimizer(
-        wrapped.parameters(), torch.optim.AdamW, fused=True, lr=o.lr, betas=(o.beta1, o.beta2),
-        eps=o.eps, weight_decay=o.weight_decay,
-    )  # fmt: skip
+        wrapped.parameters(), torch.optim.AdamW, fused=True, **_options()
+    )
     return Peer(wrapped, optimizer)
 
 
@@ -120,7 +121,6 @@ def fsdp2(
     reshard: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     mesh: Any = None,
-    fused: bool = True,
 ) -> Peer:
     """fully_shard of every unit and of the root: fp32 shards, computing and reducing in `dtype`.
 
@@ -143,7 +143,7 @@ def fsdp2(
         if not any(_parameters(unit) & _parameters(other) for other in units if other is not unit):
             fully_shard(unit, **options)
     fully_shard(model, **options)
-    return Peer(model, _adamw(model.parameters(), fused))
+    return Peer(model, _adamw(model.parameters()))
 
 
 def _parameters(module: nn.Module) -> set[int]:
