@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import inspect
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,7 +78,17 @@ class Witness(Meter):
             self.elements[name] += num_bytes // size
 
     def alive(self) -> dict[int, tuple[int, str]]:
-        """Bytes and kind of each storage that lives now."""
+        """Bytes and kind of each storage that lives now, and goes on living a moment later.
+
+        A thread of the process group may hold the buffers of a collective a little longer.
+        """
+        now, before = self._sizes(), None
+        while now != before:
+            time.sleep(0.01)
+            now, before = self._sizes(), now
+        return now
+
+    def _sizes(self) -> dict[int, tuple[int, str]]:
         gc.collect()
         self.held()
         return {key: (size, kind) for key, (_, size, kind) in self._live.items() if size}
