@@ -31,7 +31,7 @@ LINE_BUDGETS = {
     "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1000),
     # ranks beside a notebook, on any system and after any accident: not about ZeRO
     "launcher": ([PACKAGE / "practice" / f"{name}.py" for name in LAUNCHER], 1450),
-    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 900),
+    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 950),
     "rest of practice": (
         [
             p
