@@ -186,15 +186,13 @@ def dry_count(job: DryJob) -> DryCount:
             f"{job.tokens:,} tokens are more than {job.model.name} looks back on: give at most "
             f"{job.model.context:,}."
         )
+    without_memory = _without_memory()
+    with without_memory:
+        model = Decoder(job.model, job.recompute)
+        params, shapes = num_parameters(model), [tuple(p.shape) for p in model.parameters()]
+    if params < job.ranks:
+        raise ValueError(f"{job.ranks:,} ranks are more than the {params:,} parameters: use fewer.")
     with fake_group(job.rank, job.ranks):
-        without_memory = _without_memory()
-        with without_memory:
-            model = Decoder(job.model, job.recompute)
-            params, shapes = num_parameters(model), [tuple(p.shape) for p in model.parameters()]
-        if params < job.ranks:
-            raise ValueError(
-                f"{job.ranks:,} ranks are more than the {params:,} parameters: use fewer."
-            )
         if job.peer:
             from torch.distributed.device_mesh import init_device_mesh
 
