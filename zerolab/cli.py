@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zerolab.commands.bench import add_bench
-from zerolab.commands.offload import add_offload, add_time, measure_below, print_rates
+from zerolab.commands.identify import add_identify
+from zerolab.commands.measure import add_measure
+from zerolab.commands.offload import print_rates
 from zerolab.commands.plan import add_plan
 from zerolab.commands.train import add_train
 
@@ -52,21 +53,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add_plan(commands)
 
-    measure = commands.add_parser("measure", help="train on real ranks and count their bytes")
-    measure.add_argument("--stage", type=int, required=True, help="ZeRO stage")
-    measure.add_argument("--ranks", type=int, required=True, help="how many processes")
-    measure.add_argument("--steps", type=int, default=10, help="optimizer steps (default 10)")
-    measure.add_argument("--recipe", default="adamw-mixed", help="precision recipe")
-    measure.add_argument("--micro-batches", type=int, default=1, help="per rank and step")
-    measure.add_argument("--clip", "--max-norm", type=float, help="largest norm of the gradient")
-    measure.add_argument("--overlap", action="store_true", help="reduce during backward (2, 3)")
-    measure.add_argument("--prefetch", action="store_true", help="gather the next unit early (3)")
-    measure.add_argument("--device-memory", metavar="SIZE", help="of a toy device, such as '2 MB'")
-    add_offload(measure)
-    add_time(measure)
-    measure.add_argument("--json", action="store_true", help="print one JSON object")
-    measure.set_defaults(run=_measure)
-
+    add_measure(commands)
+    add_identify(commands)
     add_train(commands)
     add_bench(commands)
     return parser
@@ -94,18 +82,3 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     return 0 if all(finding.fine for finding in findings) else 1
-
-
-def _measure(arguments: argparse.Namespace) -> int:
-    from zerolab.course.measure import measure
-
-    if arguments.offload:
-        return measure_below(arguments)
-    if arguments.time:
-        raise ValueError("--time needs --offload, as in --offload optimizer=disk.")
-    a = arguments
-    options = {name: True for name in ("overlap", "prefetch") if getattr(a, name)}
-    more = {"micro_batches": a.micro_batches, "max_norm": a.clip, "engine": options}
-    compared = measure(a.stage, a.ranks, a.recipe, a.steps, device_memory=a.device_memory, **more)
-    print(json.dumps(compared.as_dict(), indent=2) if arguments.json else compared.as_text())
-    return 0 if compared.agrees else 1

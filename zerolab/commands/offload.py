@@ -54,10 +54,15 @@ def measure_below(arguments: argparse.Namespace) -> int:
     from zerolab.course.offload_time import time_offload
 
     a = arguments
+    if a.stage is None:
+        raise ValueError("--offload needs --stage: what is below the device depends on it.")
+    recipe = a.recipe or "adamw-mixed"
     if a.time:
-        report = time_offload(a.stage, a.ranks, offload_of(a), a.recipe)
+        report = time_offload(a.stage, a.ranks, offload_of(a), recipe)
         print(json.dumps(report.as_dict(), indent=2) if a.json else report.as_text())
         return 0
-    compared = measure_offload(a.stage, a.ranks, offload_of(a), a.recipe, a.steps)
+    compared = measure_offload(
+        a.stage, a.ranks, offload_of(a), recipe, 10 if a.steps is None else a.steps
+    )
     print(json.dumps(compared.as_dict(), indent=2) if a.json else compared.as_text())
     return 0 if compared.agrees else 1

@@ -22,8 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch import ScriptObject, Tensor, UntypedStorage
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from zerolab.practice import tiers
@@ -68,11 +72,31 @@ def sending_as(collective: str) -> Iterator[None]:
             meter.sending = None
 
 
+@contextlib.contextmanager
+def hear_resizes(meter: Meter) -> Iterator[None]:
+    """Tells a meter at once when code that labels nothing resizes a storage, as FSDP does."""
+    resize = UntypedStorage.resize_
+
+    def heard(storage: UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        if storage._cdata in meter._live:
+            meter._count(storage._cdata, storage)
+            meter._compare_peak()
+        return result
+
+    UntypedStorage.resize_ = heard  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
 class Meter(TorchDispatchMode):
     """Counts while it is on: `with Meter() as meter: step(); meter.held()`.
 
     With a `capacity` it is a toy device as well: DeviceFull, with what it was full of, as soon as
-    live bytes exceed it.
+    live bytes exceed it. With `fakes` tensors without memory count with the bytes that they would
+    have (`zerolab.practice.dry_run`).
 
     held    bytes of live storages by kind, now, on the device or in another tier
     peak    the largest total of live bytes on the device so far, and `peak_by_kind` what it was
@@ -83,9 +107,9 @@ class Meter(TorchDispatchMode):
             not part of any total
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int | None = None, fakes: bool = False) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.capacity, self.fakes = capacity, fakes
         self.sending: str | None = None
         self._live: dict[int, tuple[weakref.ref[Any], int, str, str]] = {}
         self._tiers: dict[str, Counter[str]] = {tier: Counter() for tier in TIERS}
@@ -109,6 +133,8 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if moved:
             self.crossed[moved[0]] += moved[1]
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return result
         if func.namespace == "c10d":
             self._book(name.split("::")[1], args)
         elif func is _UPDATE and self.timeline and self.timeline[-1][0] != "update":
@@ -123,8 +149,13 @@ class Meter(TorchDispatchMode):
 
     def see(self, tensor: Tensor) -> None:
         """Looks at a tensor's storage: is it new, has it another size or another label?"""
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor: what it holds is inside
+            for name in tensor.__tensor_flatten__()[0]:
+                if isinstance(inner := getattr(tensor, name), Tensor):  # not its device mesh
+                    self.see(inner)
+            return
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # shapes without memory, such as DTensor plans with
+        if storage.device.type == "meta" and not self.fakes:  # such as DTensor plans with
             return
         key = storage._cdata
         if key not in self._live:
@@ -201,8 +232,16 @@ class Meter(TorchDispatchMode):
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
         largest = max((t.numel() * t.element_size() for t in tensors), default=0)
         total = sum(t.numel() * t.element_size() for t in tensors)
-        bytes_sent = handed(largest, total, dist.get_world_size())
+        bytes_sent = handed(largest, total, _group_size(args))
         self.sent[self.sending or collective] += bytes_sent
+
+
+def _group_size(args: Any) -> int:
+    """How many ranks take part in a call of torch.distributed: not always all of them."""
+    for value in tree_leaves(args):
+        if isinstance(value, ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value).size()
+    return dist.get_world_size()
 
 
 # What one rank hands to others in a call of torch.distributed, from the largest tensor among the

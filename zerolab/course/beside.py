@@ -1,0 +1,162 @@
+"""Peers under the meter of the stages: what they hold and send, and which stage that is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zerolab.course.identify import name_it
+from zerolab.course.partition import greedy_shards, row_shards
+from zerolab.practice.gpt import GPT
+from zerolab.practice.observe import Seen, observe
+from zerolab.practice.peers import peer_named
+from zerolab.practice.world import World
+from zerolab.theory.memory import held_bytes
+from zerolab.theory.traffic import sent_bytes
+
+ROWS = "rows of each parameter, the last ranks padded"
+RULES: dict[str, tuple[int, int | str, str, str]] = {  # stage, schedule, recipe, who owns what
+    "ddp": (0, 0, "adamw-fp32", "nothing is divided, so nothing is padded"),
+    "zero-redundancy": (1, "lecture-stage-1", "adamw-fp32", "whole parameters, dealt out greedily"),
+    "fsdp2": (3, 3, "fsdp2-mixed", ROWS),
+    "fsdp2-fp32": (3, 3, "adamw-fp32", ROWS),
+    "fsdp2-no-reshard": (3, "shard-grad-op", "fsdp2-mixed", ROWS),
+    "deepspeed-1": (1, 1, "adamw-mixed", "a flat buffer, padded to a multiple of 2N"),
+    "deepspeed-2": (2, 2, "adamw-mixed", "a flat buffer, padded to a multiple of 2N"),
+    "deepspeed-3": (3, 3, "adamw-mixed", "each parameter flat, the small ones whole"),
+}  # fmt: skip
+_KINDS = ("parameters", "gradients", "optimizer_states")
+
+
+@dataclass(frozen=True)
+class PeerComparison:
+    """One peer on one number of ranks; bytes of rank 0, sent ones per step of one micro-batch.
+
+    The keys of `zerolab.course.measure.Comparison` have the same meaning. `held_bytes` are derived
+    by the stage's formula with the peer's own rule of who owns what; `equal` compares each kind
+    and collective on every rank. A peer's broadcasts of updated parameters stand under all_gather.
+
+    named         which stage that is, by its bytes
+    besides_bytes held beside the three kinds, such as counters of steps
+    """
+
+    peer: str
+    named: str
+    stage: int
+    ranks: int
+    recipe: str
+    params: int
+    rule: str
+    held_bytes: dict[str, dict[str, int]]
+    besides_bytes: int
+    sent_bytes: dict[str, dict[str, int]]
+    wire_bytes: int | None
+    wire_reason: str | None
+    peak_bytes: int
+    equal: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Derived equals counted on every rank."""
+        return self.equal
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """A table for people."""
+        lines = [
+            f"{self.peer} on {self.ranks} ranks, {self.params:,} parameters: {self.named}",
+            f"recipe {self.recipe}; {self.rule}",
+            "",
+            f"{'bytes of rank 0':<30}{'derived':>12}{'counted':>12}",
+        ]
+        for title, sizes in (("held", self.held_bytes), ("sent in a step", self.sent_bytes)):
+            for name, predicted in sizes["predicted"].items():
+                measured = sizes["measured"][name]
+                same = "" if predicted == measured else "   <- not the same"
+                words = f"{title}: {name.replace('_', ' ')}"
+                lines.append(f"{words:<30}{predicted:>12,}{measured:>12,}{same}")
+        wire = self.wire_reason if self.wire_bytes is None else f"{self.wire_bytes:,}"
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"held besides, such as counters of steps: {self.besides_bytes:,} bytes",
+                f"peak inside a step, activations included: {self.peak_bytes:,} bytes",
+                f"on the wire, packet headers included: {wire} bytes per rank and step",
+            ]
+        )
+
+
+def measure_peer(peer: str, ranks: int, world: World | None = None) -> PeerComparison:
+    """Runs a peer on real ranks; ValueError, in one sentence, for one that is not here."""
+    peer_named(peer)
+    if world is None:
+        with World(ranks) as own_world:
+            return measure_peer(peer, ranks, own_world)
+    ranks = world.size
+    seen: list[Seen] = world.run(observe, peer)
+    stage, schedule, recipe, rule = RULES[peer]
+    derived = [_held(peer, rank, ranks) for rank in range(ranks)]
+    counted = [_counted(s) for s in seen]
+    padded = sum(each["parameters"] for each in derived) // 4 if peer.startswith("fsdp2") else 0
+    sent = sent_bytes(schedule, ranks, padded or seen[0].params, recipe)
+    if not padded:  # no padding: the ring's share of all elements, not of equal shards
+        unit = seen[0].params * (ranks - 1)
+        times = {name: sent_bytes(schedule, 2, 2, recipe)[name] for name in sent}
+        sent = {name: times[name] * unit // ranks for name in sent}
+    if peer == "zero-redundancy":  # a broadcast for each parameter, each with its share of a ring
+        sent["all_gather"] = sum(4 * p.numel() * (ranks - 1) // ranks for p in GPT().parameters())
+        sent["total"] = sent["all_reduce"] + sent["all_gather"]
+    name = name_it(seen, ranks).name if ranks > 1 else "one rank: every stage is the same"
+    wire, private = seen[0].wire, world.private_ports
+    reason = None if wire is not None and private else "there is no loopback counter of our own"
+    return PeerComparison(
+        peer=peer,
+        named=name,
+        stage=stage,
+        ranks=ranks,
+        recipe=recipe,
+        params=seen[0].params,
+        rule=rule,
+        held_bytes={"predicted": derived[0], "measured": counted[0]},
+        besides_bytes=sum(seen[0].held.values()) - counted[0]["total"],
+        sent_bytes={"predicted": sent, "measured": _sent(seen[0])},
+        wire_bytes=None if wire is None or reason else round(wire / ranks),
+        wire_reason=reason,
+        peak_bytes=max(s.peak for s in seen),
+        equal=counted == derived and all(_sent(s) == sent for s in seen),
+    )
+
+
+def _held(peer: str, rank: int, ranks: int) -> dict[str, int]:
+    """What a rank holds by the peer's rule: its parameters' shapes, dealt out."""
+    shapes = [tuple(p.shape) for p in GPT().parameters()]
+    numels = [p.numel() for p in GPT().parameters()]
+    stage, _, recipe, _ = RULES[peer]
+    sizes = held_bytes(stage, ranks, sum(numels), recipe)
+    if peer == "ddp":
+        sizes = held_bytes(0, 1, sum(numels), recipe)
+    elif peer == "zero-redundancy":
+        sizes = held_bytes(0, 1, sum(numels), recipe)
+        sizes["optimizer_states"] = 8 * greedy_shards(numels, ranks)[rank]
+    elif peer.startswith("fsdp2"):
+        rows = [(row_shards(s[0], ranks), n // s[0]) for s, n in zip(shapes, numels, strict=True)]
+        padded = sum(owned[0] * width for owned, width in rows)
+        own = sum(owned[rank] * width for owned, width in rows)
+        sizes = {"parameters": 4 * padded, "gradients": 4 * padded, "optimizer_states": 8 * own}
+    sizes.pop("total", None)
+    return {**sizes, "total": sum(sizes.values())}
+
+
+def _counted(seen: Seen) -> dict[str, int]:
+    sizes = {kind: seen.held.get(kind, 0) for kind in _KINDS}
+    return {**sizes, "total": sum(sizes.values())}
+
+
+def _sent(seen: Seen) -> dict[str, int]:
+    counted = {name: seen.sent.get(name, 0) for name in ("all_reduce", "reduce_scatter")}
+    counted["all_gather"] = seen.sent.get("all_gather", 0) + seen.sent.get("broadcast", 0)
+    return {**counted, "total": seen.sent["total"]}
