@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from IPython.display import Markdown, display
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -61,6 +62,15 @@ def bare(ax: Axes, *more: str) -> Axes:
     return ax
 
 
+def spans(
+    ax: Axes, pieces: Iterable[tuple[float, float]], place: float, height: float, **how: Any
+) -> None:
+    """Bars (start, width) in one row as one artist, which is drawn faster than many."""
+    low, high = place - height / 2, place + height / 2
+    boxes = [[(x, low), (x, high), (x + w, high), (x + w, low)] for x, w in pieces]
+    ax.add_collection(PolyCollection(boxes, **how), autolim=False)
+
+
 def legend(
     ax: Axes, parts: Iterable[tuple[str, dict[str, Any]]], columns: int = 4, lift: float = 0
 ) -> None:
@@ -83,28 +93,28 @@ def show(figure: Figure, description: str) -> None:
     The description stands below the picture as text: JupyterLab gives pictures no alternative
     text of their own.
     """
-    display(bundle_of(figure, description), raw=True)
-    display(Markdown(f"*{description}*"))
-
-
-def bundle_of(figure: Figure, description: str) -> dict[str, Any]:
-    """A figure as a notebook stores it, by MIME type."""
-    return {
+    data = {
         "image/png": png_of(figure),
         "text/plain": description,
         FIGURE_DATA: numbers_of(figure),
     }
+    display(data, raw=True)
+    display(Markdown(f"*{description}*"))
 
 
 def numbers_of(figure: Figure) -> list[dict[str, Any]]:
     """What a figure's bars and lines stand at, to six digits, axes by axes."""
-    return [
-        {
+    found = []
+    for ax in figure.axes:
+        numbers: dict[str, Any] = {
             "bars": [_rounded(bar.get_bbox().bounds) for bar in ax.patches if _is_bar(bar)],
             "lines": [[_rounded(numbers) for numbers in line.get_data()] for line in ax.lines],
         }
-        for ax in figure.axes
-    ]
+        if rows := [row for row in ax.collections if isinstance(row, PolyCollection)]:
+            numbers["spans"] = [[_rounded(path.get_extents().bounds) for path in row.get_paths()]
+                                for row in rows]  # fmt: skip
+        found.append(numbers)
+    return found
 
 
 def _is_bar(patch: Any) -> TypeGuard[Rectangle]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from zerolab.course.plots.base import COLORS, LINES, SLANTED, bare, legend, style
+from zerolab.course.plots.base import COLORS, LINES, SLANTED, bare, legend, spans, style
 
 
 def _named(kinds: Iterable[str]) -> list[str]:
@@ -83,6 +83,10 @@ def memory_over_step(
     return bare(ax)
 
 
+def _widths(ranges: Iterable[tuple[int, int]]) -> list[tuple[float, float]]:
+    return [(start, stop - start) for start, stop in ranges]
+
+
 def shard_map(
     ax: Axes,
     parameters: Sequence[tuple[str, int, int]],
@@ -100,25 +104,26 @@ def shard_map(
     for rank, held in enumerate(ranks):
         for lane, kind in enumerate(kinds):
             place = 4 * rank + lane
-            ax.barh(place, length, 0.86, color="white", edgecolor="#8a8a8a", linewidth=0.6)
+            spans(ax, [(0, length)], place, 0.86, facecolor="white", edgecolor="#8a8a8a",
+                  linewidth=0.6)  # fmt: skip
             for name in (kind, *(["gathered"] if kind == "parameters" else [])):
-                for start, stop in held.get(name, ()):
-                    ax.barh(place, stop - start, 0.86, start, **style(name))
-            for start, stop in (sent or {}).get(kind, [()] * len(ranks))[rank]:
-                ax.barh(place, stop - start, 0.86, start, fill=False, edgecolor="black",
-                        linewidth=2.2)  # fmt: skip
+                if pieces := _widths(held.get(name, ())):
+                    spans(ax, pieces, place, 0.86, **style(name))
+            if pieces := _widths((sent or {}).get(kind, [()] * len(ranks))[rank]):
+                spans(ax, pieces, place, 0.86, facecolor="none", edgecolor="black", linewidth=2.2)
     ax.set_yticks(
         [4 * rank + lane for rank in range(len(ranks)) for lane in range(3)],
         [f"rank {rank}   {letter}" if letter == "P" else letter
          for rank in range(len(ranks)) for letter in "PGO"],
     )  # fmt: skip
-    ax.set_ylim(4 * len(ranks) - 1.4, -0.6)
     for name, start, stop in parameters:
-        for edge in (start, stop):
-            ax.axvline(edge, color="black", linewidth=0.6, linestyle=":")
         label = name or "pad"
         ax.text((start + stop) / 2, -0.9, label, ha="center", va="bottom", fontsize=9,
                 rotation=0 if stop - start > len(label) / 3 else 90)  # fmt: skip
+    low, high = -0.6, 4 * len(ranks) - 1.4
+    edges = sorted({edge for _, start, stop in parameters for edge in (start, stop)})
+    ax.vlines(edges, low, high, color="black", linewidth=0.6, linestyle=":")
+    ax.set_ylim(high, low)
     ax.set_xlim(0, length)
     ax.set_xlabel("element of the flat buffer   (P parameters, G gradients, O optimizer states)")
     ax.tick_params(axis="y", length=0)

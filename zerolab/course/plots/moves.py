@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from zerolab.course.plots.base import COLORS, SLANTED, bare, legend, style
+from zerolab.course.plots.base import COLORS, SLANTED, bare, legend, spans, style
 from zerolab.theory.timeline import STREAMS, Timeline
 
 # A collective is drawn in the colour of what it carries.
@@ -93,12 +93,15 @@ def timeline(ax: Axes, line: Timeline, title: str = "", longest_s: float = 0) ->
     end, factor = max(line.total_s, longest_s) or 1, 1.0
     unit = next((u for u, least in (("s", 1), ("ms", 1e-3)) if end >= least), "µs")
     factor = {"s": 1, "ms": 1e3, "µs": 1e6}[unit]
+    rows: dict[tuple[str, str, str, bool], list[tuple[float, float]]] = {}
     for p in placed:
-        how = style(*_task(p.task.name)[1:])
         thin = p.end_s - p.start_s < 0.02 * end  # a white edge would hide it
+        row = rows.setdefault((p.task.stream, *_task(p.task.name)[1:], thin), [])
+        row.append((factor * p.start_s, factor * (p.end_s - p.start_s)))
+    for (stream, kind, hatch, thin), pieces in rows.items():
+        how = style(kind, hatch)
         edge = {"edgecolor": how["facecolor"], "hatch": ""} if thin else {}
-        ax.barh(streams.index(p.task.stream), factor * (p.end_s - p.start_s), 0.8,
-                factor * p.start_s, **{**how, "linewidth": 0.5, **edge})  # fmt: skip
+        spans(ax, pieces, streams.index(stream), 0.8, **{**how, "linewidth": 0.5, **edge})
     ax.axvline(factor * line.total_s, color="black", linestyle="--")
     ax.text(factor * line.total_s, len(streams) - 0.45, f" {factor * line.total_s:.4g} {unit}",
             va="bottom")  # fmt: skip

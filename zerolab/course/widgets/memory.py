@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from zerolab.course.plots.base import figure_of
 from zerolab.course.plots.memory import held_bars
 from zerolab.course.search import gigabytes
-from zerolab.course.widgets.base import Explorer, View, chooser, numbered, slider, typed
+from zerolab.course.widgets.base import Explorer, View, canvas, chooser, numbered, slider, typed
 from zerolab.theory import catalog
 from zerolab.theory.memory import RECIPES, Recipe, held_bytes, recipe_named
 from zerolab.theory.notation import KINDS, STAGES
@@ -48,13 +47,13 @@ def memory_view(
     left = [capacity - sizes["total"] for sizes in held]
     rows = {r.name: {kind: sizes[kind] / 1e9 for kind in KINDS}
             for r, sizes in zip(recipes, held, strict=True)}  # fmt: skip
-    figure, (ax,) = figure_of(7.2, 1.5 + 0.45 * len(rows), [(0.29, 0.3, 0.69, 0.55)])
+    figure, (ax,) = canvas(7.2, 1.5 + 0.45 * len(rows), (0.29, 0.3, 0.69, 0.55))
     held_bars(ax, rows, "GB per rank", capacity / 1e9)
     head = ("per rank", *(r.name for r in recipes))
     table = [head, *((kind.replace("_", " "), *(gigabytes(sizes[kind]) for sizes in held))
                      for kind in (*KINDS, "total"))]  # fmt: skip
     table.append((f"left of {gpu_gb} GB", *map(gigabytes, left)))
-    return View(figure, " ".join(_words(which, ranks, stage, recipes, held, left)), tuple(table))
+    return View.of(figure, " ".join(_words(which, ranks, stage, recipes, held, left)), tuple(table))
 
 
 def _words(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from zerolab.course.plots.base import figure_of
 from zerolab.course.plots.moves import offload_hierarchy, timeline, timeline_legend
 from zerolab.course.search import gigabytes
-from zerolab.course.widgets.base import Explorer, View, chooser, numbered, slider
+from zerolab.course.widgets.base import Explorer, View, canvas, chooser, numbered, slider
 from zerolab.theory import catalog
 from zerolab.theory.catalog import MODELS, NODES
 from zerolab.theory.notation import KINDS, STAGES, TIERS
@@ -73,8 +72,8 @@ def offload_view(
     if p.timeline is None:
         raise ValueError("This step cannot be timed: a speed of the node is not known.")
     rows = tier_rows(p)
-    boxes = [(0.16, 0.57, 0.52, 0.33), (0.16, 0.09, 0.82, 0.25)]
-    figure, (above, below) = figure_of(7.2, 5.4, boxes)
+    boxes = (0.16, 0.57, 0.52, 0.33), (0.16, 0.09, 0.82, 0.25)
+    figure, (above, below) = canvas(7.2, 5.4, *boxes)
     offload_hierarchy(above, rows, crossings(p)[: len(rows) - 1])
     timeline(below, p.timeline, "", p.timeline.total_s)
     timeline_legend(below, p.timeline, columns=3)
@@ -86,7 +85,7 @@ def offload_view(
              *((stream, f"{p.timeline.busy_s(stream):.4g} s",
                 f"{p.timeline.busy_s(stream) / p.timeline.total_s:.0%}", "", "")
                for stream in used)]  # fmt: skip
-    return View(figure, " ".join(_words(p)), tuple(table))
+    return View.of(figure, " ".join(_words(p)), tuple(table))
 
 
 def _words(p: Plan) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from zerolab.course.plots.base import figure_of
 from zerolab.course.plots.moves import timeline, timeline_legend
 from zerolab.course.search import gigabytes
-from zerolab.course.widgets.base import Explorer, View, chooser, numbered, slider
+from zerolab.course.widgets.base import Explorer, View, canvas, chooser, numbered, slider
 from zerolab.theory import catalog
 from zerolab.theory.catalog import MODELS, Cluster
 from zerolab.theory.notation import STAGES
@@ -40,8 +39,8 @@ def overlap_view(
     """Two timelines of one step on one scale, and what overlap gains."""
     plans = overlap_plans(model, stage, ranks, link_gb, batch, prefetch)
     serial, overlapped = (_timed(p) for p in plans)
-    boxes = [(0.12, 0.585, 0.86, 0.2), (0.12, 0.15, 0.86, 0.2)]
-    figure, (above, below) = figure_of(7.2, 3.2, boxes)
+    boxes = (0.12, 0.585, 0.86, 0.2), (0.12, 0.15, 0.86, 0.2)
+    figure, (above, below) = canvas(7.2, 3.2, *boxes)
     longest = serial.total_s
     timeline(above, serial, "one after the other", longest)
     timeline(below, overlapped, "overlapped", longest)
@@ -54,7 +53,7 @@ def overlap_view(
         ("the step", *(f"{line.total_s:.4g}" for line in both)),
         ("sent per rank", *(gigabytes(p.sent["total"]) for p in plans)),
     )
-    return View(figure, _words(plans[1].strategy, serial, overlapped), table)
+    return View.of(figure, _words(plans[1].strategy, serial, overlapped), table)
 
 
 def _timed(p: Plan) -> Timeline:

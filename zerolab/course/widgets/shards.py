@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zerolab.course.plots.base import figure_of, legend, style
+from zerolab.course.plots.base import legend, style
 from zerolab.course.plots.memory import shard_map
 from zerolab.course.walk import Moment, Walk, walk
-from zerolab.course.widgets.base import Explorer, View, numbered, slider
+from zerolab.course.widgets.base import Explorer, View, canvas, numbered, slider
 from zerolab.theory.notation import STAGES
 
 RANKS = range(1, 7)
@@ -21,7 +21,7 @@ def shard_view(stage: int, ranks: int, moment: int) -> View:
         raise ValueError(f"A step of stage {stage} has moments 0 to {len(w.moments) - 1}.")
     now = w.moments[moment]
     height = 1.35 + 0.48 * ranks
-    figure, (ax,) = figure_of(7.2, height, [(0.12, 0.5 / height, 0.86, 1 - 1.35 / height)])
+    figure, (ax,) = canvas(7.2, height, (0.12, 0.5 / height, 0.86, 1 - 1.35 / height))
     held = [w.elements(now.held, rank) for rank in range(ranks)]
     by_rank = [w.sent(now, rank) for rank in range(ranks)]
     sent = {kind: [one.get(kind, []) for one in by_rank] for kind in ("parameters", "gradients")}
@@ -30,7 +30,7 @@ def shard_view(stage: int, ranks: int, moment: int) -> View:
     names = {"gathered": "gathered, for a moment", "optimizer_states": "optimizer states"}
     legend(ax, [(names.get(kind, kind), style(kind)) for kind in kinds],
            lift=0.28 / (height - 1.35))  # fmt: skip
-    return View(figure, " ".join(_words(w, moment, now)), _table(w, now))
+    return View.of(figure, " ".join(_words(w, moment, now)), _table(w, now))
 
 
 def _words(w: Walk, number: int, now: Moment) -> list[str]:
