@@ -24,6 +24,8 @@ CELLS = """[...jupyterapp.shell.currentWidget.content.model.cells].filter(c => c
               busy: c.executionState === 'running', tags: c.getMetadata('tags') || [],
               errors: c.outputs.toJSON().filter(o => o.output_type === 'error')}))"""
 
+CONNECTED = """jupyterapp.shell.currentWidget.sessionContext.session?.kernel
+  ?.connectionStatus === 'connected'"""
 BUSY = f"{CELLS}.some(c => c.busy)"
 
 
@@ -100,6 +102,7 @@ class LessonPage:
 
     def start_all(self) -> None:
         """Clear what is stored, and run all cells without waiting for their end."""
+        self.page.wait_for_function(CONNECTED, timeout=WAIT_MS)  # else JupyterLab asks: which one?
         self.click_menu("Edit", "Clear Outputs of All Cells")
         for _ in range(10):  # the menu does nothing until the kernel is connected: again, then
             self.click_menu("Run", "Run All Cells")

@@ -9,13 +9,13 @@ import shutil
 import pytest
 
 
-def require_browser() -> None:
-    """Call at the head of a module, before anything imports playwright."""
+def require_browser(*modules: str) -> None:
+    """Call at the head of a module, before anything imports playwright or the other `modules`."""
     missing = [
         what
         for what, there in {
-            "playwright": importlib.util.find_spec("playwright"),
             "Chromium": shutil.which("chromium") or shutil.which("chromium-browser"),
+            **{name: importlib.util.find_spec(name) for name in ("playwright", *modules)},
         }.items()
         if not there
     ]

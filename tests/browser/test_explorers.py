@@ -46,6 +46,7 @@ def waits_for_nobody():
 
 if "world" not in globals():
     world = World(2, timeout=600)
+    print("now it hangs")
     world.run(waits_for_nobody)
 print(world.run(lambda: Comm().rank))"""
 # What a slider is called, the key that is pressed once it has the focus, and what is then right.
@@ -178,9 +179,10 @@ def test_before_any_kernel_answers_the_still_figures_and_their_words_are_there(l
 def test_stop_ends_a_hang_and_the_ranks_go_on(lesson):
     page = lesson("bb_hang.ipynb")
     page.start_all()
-    page.page.wait_for_timeout(3000)
+    page.page.locator(".jp-OutputArea-output", has_text="now it hangs").wait_for(timeout=WAIT_MS)
+    page.page.wait_for_timeout(1000)
     assert page.cells()[0]["busy"]
-    page.click_menu("Kernel", "Interrupt Kernel")
+    page.page.get_by_role("button", name="Interrupt the kernel").click()
     page.page.wait_for_function(f"!{BUSY}", timeout=WAIT_MS)
     (error,) = page.cells()[0]["errors"]
     assert error["ename"] == "KeyboardInterrupt" and error["evalue"].startswith("stopped: ")
