@@ -34,6 +34,10 @@ LINE_BUDGETS = {
         1600,
     ),
     "course": ([p for p in FILES if p.parent.name == "course"], 2000),
+    # eight figures, each for any numbers, with a legend and a text for what colour says
+    "plots": ([p for p in FILES if p.parent.name == "plots"], 500),
+    # four explorers: each a view over a tested function, its words and its table
+    "widgets": ([p for p in FILES if p.parent.name == "widgets"], 650),
     # every exercise has one, with its near misses
     "checks": ([p for p in FILES if p.parent.name == "checks"], 3000),
 }
