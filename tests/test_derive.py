@@ -105,7 +105,10 @@ def test_stored_metadata_holds_no_version_no_time_and_no_widget_state(derived):
 
 
 def test_a_widget_is_stored_as_its_still_figure():
-    data = {"application/vnd.jupyter.widget-view+json": {"model_id": "random"}, "text/plain": "bars"}
+    data = {
+        "application/vnd.jupyter.widget-view+json": {"model_id": "random"},
+        "text/plain": "bars",
+    }
     cell = new_code_cell("explore()", id="x", outputs=[new_output("display_data", data)])
     (kept,) = cleaned(new_notebook(cells=[cell])).cells[0].outputs
     assert kept.data == {"text/plain": "bars"}

@@ -25,10 +25,12 @@ EXPLORERS = {  # and the slider that is moved, by its place among the explorer's
     "shard_map_explorer": 2,
     "offload_planner": 1,
 }
-MOVES, WARM_UP = 25, 4
+MOVES, WARM_UP = int(os.environ.get("MOVES", "25")), 4
 # From the key to the frame in which the new picture has been decoded and painted.
 WATCH = """box => new Promise(done => {
-  const start = performance.now();
+  let start = 0;
+  const note = () => { start = performance.now(); };
+  document.addEventListener('keydown', note, {capture: true, once: true});
   new MutationObserver(async (_, observer) => {
     const image = box.querySelector('img');
     if (!image) return;

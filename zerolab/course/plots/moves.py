@@ -113,11 +113,11 @@ def timeline(ax: Axes, line: Timeline, title: str = "", longest_s: float = 0) ->
     return bare(ax)
 
 
-def timeline_legend(ax: Axes, *lines: Timeline, columns: int = 4, lift: float = 0) -> None:
+def timeline_legend(ax: Axes, *lines: Timeline, lift: float = 0) -> None:
     """Names of all that stands in these timelines, above the axes."""
     names = [p.task.name for line in lines for p in line.placed if p.end_s > p.start_s]
     drawn = dict.fromkeys(_task(name) for name in names)
-    legend(ax, [(name, style(kind, hatch)) for name, kind, hatch in drawn], columns, lift)
+    legend(ax, [(name, style(kind, hatch)) for name, kind, hatch in drawn], lift)
 
 
 def offload_hierarchy(
@@ -146,5 +146,5 @@ def offload_hierarchy(
     ax.set_xticks([0, 25, 50, 75, 100])
     ax.set_xlabel("% of the tier's capacity")
     kinds = [kind for kind in COLORS if any(held.get(kind) for _, held, _ in tiers)]
-    legend(ax, [(kind.replace("_", " "), style(kind)) for kind in kinds])
+    legend(ax, [(kind.replace("_", " "), style(kind)) for kind in kinds], width=1.55)
     return bare(ax)

@@ -133,7 +133,11 @@ class Explorer:
             "text/plain": view.words,
             FIGURE_DATA: view.numbers,
         }
-        bundle[WIDGET_VIEW] = {"model_id": self.box.model_id, "version_major": 2, "version_minor": 0}
+        bundle[WIDGET_VIEW] = {
+            "model_id": self.box.model_id,
+            "version_major": 2,
+            "version_minor": 0,
+        }
         display(bundle, raw=True)
         caption = f"{self.title}, as it stands at first; run the cell to move it."
         display(Markdown(f"*{caption} {view.words}*"))

@@ -76,7 +76,7 @@ def offload_view(
     figure, (above, below) = canvas(7.2, 5.4, *boxes)
     offload_hierarchy(above, rows, crossings(p)[: len(rows) - 1])
     timeline(below, p.timeline, "", p.timeline.total_s)
-    timeline_legend(below, p.timeline, columns=3)
+    timeline_legend(below, p.timeline)
     used = [stream for stream in STREAMS if p.timeline.busy_s(stream)]
     table = [("tier", "least", "most", "capacity", "verdict"),
              *((TIER_NAMES[f.tier], *map(gigabytes, (f.low_bytes, f.high_bytes, f.capacity_bytes)),

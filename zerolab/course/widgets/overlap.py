@@ -44,7 +44,7 @@ def overlap_view(
     longest = serial.total_s
     timeline(above, serial, "one after the other", longest)
     timeline(below, overlapped, "overlapped", longest)
-    timeline_legend(above, serial, lift=0.45)
+    timeline_legend(above, serial, lift=0.26)
     both = (serial, overlapped)
     table = (
         ("seconds", "one after the other", "overlapped"),

@@ -27,9 +27,7 @@ def shard_view(stage: int, ranks: int, moment: int) -> View:
     sent = {kind: [one.get(kind, []) for one in by_rank] for kind in ("parameters", "gradients")}
     shard_map(ax, w.parameters(), held, sent)
     kinds = ("parameters", "gathered", "gradients", "optimizer_states")
-    names = {"gathered": "gathered, for a moment", "optimizer_states": "optimizer states"}
-    legend(ax, [(names.get(kind, kind), style(kind)) for kind in kinds],
-           lift=0.28 / (height - 1.35))  # fmt: skip
+    legend(ax, [(kind.replace("_", " "), style(kind)) for kind in kinds], lift=0.28)
     return View.of(figure, " ".join(_words(w, moment, now)), _table(w, now))
 
 
