@@ -93,8 +93,9 @@ def legend(
         y = 1 + (lift + 0.12 + 0.2 * number) * inch[1]
         for x, name, how in row:
             corner, size = (x, y - 0.05 * inch[1]), (0.22 * inch[0], 0.1 * inch[1])
-            where = {"transform": ax.transAxes, "clip_on": False, "gid": LEGEND}
-            ax.add_artist(Rectangle(corner, *size, **where, **how))
+            swatch = Rectangle(corner, *size, transform=ax.transAxes, clip_on=False, gid=LEGEND)
+            swatch.set(**how)
+            ax.add_artist(swatch)
             ax.text(x + 0.28 * inch[0], y, name, transform=ax.transAxes, va="center", gid=LEGEND)
 
 
