@@ -6,6 +6,7 @@ extensions = ["myst_nb", "sphinx-mathjax-offline"]  # the second brings MathJax 
 html_theme = "sphinx_book_theme"
 html_title = "zerolab"
 html_show_sourcelink = False
+html_context = {"default_mode": "light"}  # as the figures; without one the theme complains
 html_theme_options = {"use_download_button": False, "use_fullscreen_button": False}
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3

@@ -161,8 +161,10 @@ def test_the_map_shows_each_moment_of_the_walk(stage, ranks):
 
 
 def test_another_stage_keeps_the_moment_or_takes_its_last():
-    explorer = shard_map_explorer(3, 4, 19)
+    explorer, changes = shard_map_explorer(3, 4, 19), []
+    explorer.shown.observe(changes.append, "value")
     explorer.controls["stage"].value = 1
+    assert len(changes) == 1, "one picture, though two sliders moved"
     assert explorer.controls["moment"].value == len(walk(1).moments) - 1
     assert "Stage 1, moment 6 of 6: free gradients" in explorer.view.words
     explorer.controls["stage"].value = 3
