@@ -26,17 +26,18 @@ EXPLORERS = {  # and the slider that is moved, by its place among the explorer's
     "offload_planner": 1,
 }
 MOVES, WARM_UP = int(os.environ.get("MOVES", "25")), 4
-# From the key to the frame in which the new picture has been decoded and painted.
+# From the key to the frame that paints the new picture, which is decoded by then.
 WATCH = """box => new Promise(done => {
   let start = 0;
+  const before = box.querySelector('img').src;
   const note = () => { start = performance.now(); };
   document.addEventListener('keydown', note, {capture: true, once: true});
   new MutationObserver(async (_, observer) => {
     const image = box.querySelector('img');
-    if (!image) return;
+    if (!image || image.src === before) return;  // only the slider's own readout has changed
     observer.disconnect();
     await image.decode();
-    requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - start)));
+    requestAnimationFrame(() => done(performance.now() - start));
   }).observe(box, {subtree: true, childList: true});
 })"""
 

@@ -109,6 +109,7 @@ def timeline(ax: Axes, line: Timeline, title: str = "", longest_s: float = 0) ->
     ax.set_ylim(len(streams) - 0.4, -0.6)
     ax.set_xlim(0, 1.16 * factor * end)
     ax.set_xlabel(unit)
+    ax.locator_params(axis="x", nbins=6)
     ax.set_title(title, loc="left", fontsize=10)
     return bare(ax)
 
@@ -143,7 +144,7 @@ def offload_hierarchy(
     ax.set_yticks(range(0, 2 * len(tiers), 2), [name for name, _, _ in tiers])
     ax.set_ylim(2 * len(tiers) - 1.3, -0.7)
     ax.set_xlim(0, WIDEST)
-    ax.set_xticks([0, 25, 50, 75, 100])
+    ax.set_xticks([0, 50, 100])
     ax.set_xlabel("% of the tier's capacity")
     kinds = [kind for kind in COLORS if any(held.get(kind) for _, held, _ in tiers)]
     legend(ax, [(kind.replace("_", " "), style(kind)) for kind in kinds], width=1.55)

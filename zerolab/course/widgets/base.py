@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,16 +115,19 @@ class Explorer:
     def _changed(self, _: Any) -> None:
         if self.settling:  # a control that `before` is setting: one picture for all of it
             return
-        self.settling = True
+        self.settling, collecting = True, gc.isenabled()
+        gc.disable()  # a collection takes longer than the picture: it can wait until that is sent
+        wrong = ""
         try:
             self.before(self.controls)
             self.view = self.look(**self.values())
-            wrong = ""
         except ValueError as error:
             wrong = f"{error} Below is still the last choice that was possible."
         finally:
             self.settling = False
-        self.shown.value = _page(self.view, wrong)
+            self.shown.value = _page(self.view, wrong)
+            if collecting:
+                gc.enable()
 
     def show(self) -> None:
         """Displays the explorer; without a kernel its still figure stands in for it."""

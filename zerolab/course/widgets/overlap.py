@@ -43,6 +43,8 @@ def overlap_view(
     figure, (above, below) = canvas(7.2, 3.2, *boxes)
     longest = serial.total_s
     timeline(above, serial, "one after the other", longest)
+    above.set_xticks([])  # the scale is that of the timeline below
+    above.set_xlabel("")
     timeline(below, overlapped, "overlapped", longest)
     timeline_legend(above, serial, lift=0.26)
     both = (serial, overlapped)
