@@ -11,6 +11,7 @@ html_theme_options = {"use_download_button": False, "use_fullscreen_button": Fal
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
+nb_render_markdown_format = "myst"  # formulas in outputs, too
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # its scripts would come from a CDN
 nb_merge_streams = True
 # The numbers beside each picture are for machines.
