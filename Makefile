@@ -1,6 +1,7 @@
 # make lab      open the course in JupyterLab; the first time this sets up .venv, later it takes seconds
 # make test     check everything, as CI does
 # make lessons  derive the lessons from the solutions and run both
+# make site     build the static site of all lessons in build/site
 # make clean    remove what make made, .venv too; notebooks stay
 #
 # Another Python: make lab PYTHON=python3.12
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NBVAL = --nbval --nbval-current-env --nbval-cell-timeout=120 -n 2 --dist loadfile
 
-.PHONY: lab test lint types step units notebooks lessons clean
+.PHONY: lab test lint types step units notebooks lessons site clean
 
 lab: $(VENV)/lab.ready
 	@$(BIN)/zerolab lab
@@ -37,6 +38,9 @@ notebooks: $(VENV)/test.ready
 lessons: $(VENV)/test.ready
 	$(BIN)/python -m zerolab.course.derive -j 2
 
+site: $(VENV)/test.ready
+	$(BIN)/python docs/build.py
+
 clean:
 	rm -rf $(VENV) build dist test-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find zerolab tests -name __pycache__ -prune -exec rm -rf {} +
@@ -49,7 +53,7 @@ $(VENV)/lab.ready: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/test.ready: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Setting up $(VENV) with what the tests need, once."
-	@$(INSTALL) -e '.[test,browser]'
+	@$(INSTALL) -e '.[test,browser,docs]'
 	@touch $@ $(VENV)/lab.ready
 
 # Makes the environment, or says in one sentence why it cannot.

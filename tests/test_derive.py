@@ -104,6 +104,16 @@ def test_stored_metadata_holds_no_version_no_time_and_no_widget_state(derived):
         assert not any("execution" in c.metadata for c in nb.cells)
 
 
+def test_a_widget_is_stored_as_its_still_figure():
+    data = {
+        "application/vnd.jupyter.widget-view+json": {"model_id": "random"},
+        "text/plain": "bars",
+    }
+    cell = new_code_cell("explore()", id="x", outputs=[new_output("display_data", data)])
+    (kept,) = cleaned(new_notebook(cells=[cell])).cells[0].outputs
+    assert kept.data == {"text/plain": "bars"}
+
+
 def test_deriving_again_changes_no_byte_and_then_everything_is_in_step(derived, capsys):
     paths = sorted(derived.glob("*/*.ipynb"))
     before = [p.read_bytes() for p in paths]

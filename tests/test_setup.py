@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TESTED_EXTRAS = ("test", "browser")
+TESTED_EXTRAS = ("test", "browser", "docs")
 
 
 def pins() -> dict[str, str]:

@@ -24,6 +24,10 @@ CELLS = """[...jupyterapp.shell.currentWidget.content.model.cells].filter(c => c
               busy: c.executionState === 'running', tags: c.getMetadata('tags') || [],
               errors: c.outputs.toJSON().filter(o => o.output_type === 'error')}))"""
 
+CONNECTED = """jupyterapp.shell.currentWidget.sessionContext.session?.kernel
+  ?.connectionStatus === 'connected'"""
+BUSY = f"{CELLS}.some(c => c.busy)"
+
 
 @contextmanager
 def lab_address(command: list[str], env: dict[str, str]) -> Iterator[str]:
@@ -96,8 +100,9 @@ class LessonPage:
         """Each code cell's id, source, count, tags and errors."""
         return self.page.evaluate(CELLS)
 
-    def run_all(self, limit_s: float = 240) -> None:
-        """Clear what is stored, run all cells, wait for the last or an error that stops all."""
+    def start_all(self) -> None:
+        """Clear what is stored, and run all cells without waiting for their end."""
+        self.page.wait_for_function(CONNECTED, timeout=WAIT_MS)  # else JupyterLab asks: which one?
         self.click_menu("Edit", "Clear Outputs of All Cells")
         for _ in range(10):  # the menu does nothing until the kernel is connected: again, then
             self.click_menu("Run", "Run All Cells")
@@ -109,6 +114,10 @@ class LessonPage:
                 continue
         else:
             raise AssertionError(f"{self.name}: Run All Cells does nothing")
+
+    def run_all(self, limit_s: float = 240) -> None:
+        """Run all cells, wait for the last or an error that stops all."""
+        self.start_all()
         done = f"""{CELLS}.every(c => !c.busy) && ({CELLS}.every(c => c.count || !c.source)
           || {CELLS}.some(c => c.errors.length && !c.tags.includes('raises-exception')))"""
         try:

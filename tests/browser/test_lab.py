@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from needs import require_browser
 
 from zerolab.course.derive import METADATA
 
@@ -25,21 +22,9 @@ seen = ipywidgets.Label("3 ranks")
 slider.observe(lambda change: setattr(seen, "value", f"{change['new']} ranks"), "value")
 display(slider, seen)"""
 
-missing = [
-    what
-    for what, there in {
-        "playwright": importlib.util.find_spec("playwright"),
-        "Chromium": shutil.which("chromium") or shutil.which("chromium-browser"),
-    }.items()
-    if not there
-]
-if missing:
-    reason = f"the browser tests need {' and '.join(missing)}"
-    if os.environ.get("ZEROLAB_REQUIRE_BROWSER"):
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason, allow_module_level=True)
+require_browser()
 
-from lab import LessonPage, browser_context, lab_address  # noqa: E402 (needs playwright)
+from lab import LessonPage  # noqa: E402 (needs playwright)
 
 
 @pytest.fixture(scope="module")
@@ -61,43 +46,6 @@ def course(tmp_path_factory):
         new_notebook(cells=cells, metadata=METADATA), course / "lessons" / "zz_trial.ipynb"
     )
     return course
-
-
-@pytest.fixture(scope="module")
-def address(course, tmp_path_factory):
-    """JupyterLab, started by the learner's command for a user who never used it before."""
-    home = tmp_path_factory.mktemp("home")
-    config = home / "jupyter_lab_config.json"
-    config.write_text(json.dumps({"LabApp": {"expose_app_in_browser": True}}))
-    env = {
-        **{k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
-        "JUPYTER_CONFIG_DIR": str(home),
-        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
-        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
-    }
-    command = [str(Path(sys.executable).with_name("zerolab")), "lab", str(course), "--no-browser"]
-    with lab_address(command, env) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def context(tmp_path_factory):
-    with browser_context(tmp_path_factory.mktemp("profile")) as context:
-        yield context
-
-
-@pytest.fixture
-def lesson(address, context):
-    """Call with a name to open that lesson; it is closed after the test."""
-    opened = []
-
-    def open_lesson(name: str) -> LessonPage:
-        opened.append(LessonPage(context, address, name))
-        return opened[-1]
-
-    yield open_lesson
-    for page in opened:
-        page.close()
 
 
 def test_a_first_visit_shows_the_first_lesson_and_nothing_before_it(course, address, context):

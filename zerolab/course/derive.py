@@ -40,6 +40,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # What differs from machine to machine and so must not be stored.
 LOCAL = {
     "an absolute path": re.compile(
@@ -111,6 +112,8 @@ def cleaned(nb: Any) -> Any:
         if cell.cell_type == "code":
             cell.outputs = list(joined_streams(cell.outputs))
             for output in cell.outputs:
+                # No kernel holds the widget any more: without it the still figure is what is shown.
+                output.get("data", {}).pop(WIDGET_VIEW, None)
                 if output.output_type == "error":  # frames of libraries carry this machine's paths
                     frames = output.traceback
                     output.traceback = [
