@@ -141,6 +141,7 @@ def dry_measure(
     if not 0 <= rank < ranks:
         raise ValueError(f"There is no rank {rank} among {ranks}: the last is {ranks - 1}.")
     built = architecture(model)
+    more.setdefault("tokens", min(DryJob.tokens, built.context))
     if peer is None:
         one_of("Stage", stage, STAGES)
         precision_of(recipe)

@@ -209,6 +209,8 @@ def dry_count(job: DryJob) -> DryCount:
                 else:
                     comm = OneBookingComm()
                     engine = STAGES[job.stage](model, comm, recipe=job.recipe, **job.engine)
+                    if job.stage < 2:  # these keep the memory of their gradients between steps
+                        _step(engine, job, meter)
                 meter.watch(model)
                 meter.sent.clear()
                 meter.peaks.clear()

@@ -111,6 +111,7 @@ class Unit:
             empty = torch.empty(self.padded, dtype=self.precision.gradient)
             self.full_grads = label(empty, "gradients")
             self.full_grads[self.numel :] = 0
+            self._unwritten = set(range(len(self.params)))
         return self.full_grads
 
     def grads(self) -> Tensor:
