@@ -89,15 +89,15 @@ _CUT_SLIPS: list[Misstep] = [
     (lambda e, s: set(), "To move nothing crosses nothing, and saves nothing: something must go."),
     (lambda e, s: set(s), "You moved all that may move: what goes down must pay for its edges."),
     (_by(lambda e, s, w: _crossing(e, w)),
-     "As much crosses there, and more stays on the device: between equal cuts take the one that "
-     "leaves least."),
+     ("As much crosses there, and more stays on the device: between equal cuts take the one that "
+     "leaves least.")),
     (_by(lambda e, s, w: (sum(x for u, v, x in e if u not in w and v in w), _stays(s, w))),
      "You counted what goes down alone: what comes up crosses, too."),
     (_by(lambda e, s, w: (sum(x for u, v, x in e if u in w and v not in w), _stays(s, w))),
      "You counted what comes up alone: what goes down crosses, too."),
     (_by(lambda e, s, w: (sum(x for u, v, x in e if u in w or v in w), _stays(s, w))),
-     "You tried one node at a time, or counted edges with both ends below: several may move "
-     "together, and what lies between them does not cross."),
+     ("You tried one node at a time, or counted edges with both ends below: several may move "
+     "together, and what lies between them does not cross.")),
     (_by(lambda e, s, w: (len([x for u, v, x in e if (u in w) != (v in w)]), _stays(s, w))),
      "You counted edges: their bytes are the third entry."),
     (_by(lambda e, s, w: (-_crossing(e, w), _stays(s, w))), "That is the most that can cross."),
@@ -143,8 +143,10 @@ def _describe_graph(edges: Edges, sizes: Sizes) -> str:
     "Two units at a time",
     points=3,
     hints=[
-        "Each stream works off its tasks in the order in which you list them. Whose read must "
-        "stand before the first write?",
+        (
+            "Each stream works off its tasks in the order in which you list them. Whose read must "
+            "stand before the first write?"
+        ),
         "Two rooms: read 0 and read 1 first. Then for each unit u: update u, write u, read u + 2.",
         (
             "after: update u needs read u; write u needs update u; read u + 2 needs write u, for "
@@ -176,13 +178,17 @@ def _judge_order(
             'Each unit has one "read 0", one "update 0" and one "write 0", with its number.',
         )
     if task := next((t for t in tasks if (t.stream, t.seconds) != wanted[t.name]), None):
-        raise Wrong(f"{where}: {task.name} takes {task.seconds:g} s on {task.stream!r}.",
-                    "Reads and writes take their seconds on 'disk', updates on 'cpu optimizer'.")  # fmt: skip
+        raise Wrong(
+            f"{where}: {task.name} takes {task.seconds:g} s on {task.stream!r}.",
+            "Reads and writes take their seconds on 'disk', updates on 'cpu optimizer'.",
+        )
     try:
         made = run(tasks)
     except KeyError as error:
-        raise Wrong(f"{where}: a task comes after {error}, which is not in the list before it.",
-                    "List what a task needs before the task itself.") from None  # fmt: skip
+        raise Wrong(
+            f"{where}: a task comes after {error}, which is not in the list before it.",
+            "List what a task needs before the task itself.",
+        ) from None
     _right_order(made, units, where)
     best = run(_two_rooms(units, read_s, update_s, write_s)).total_s
     if made.total_s > best * 1.001:
@@ -197,11 +203,15 @@ def _right_order(made: Timeline, units: int, where: str) -> None:
     at: dict[str, Placed] = {p.task.name: p for p in made.placed}
     for u in range(units):
         if at[f"update {u}"].start_s < at[f"read {u}"].end_s:
-            raise Wrong(f"{where}: update {u} begins before read {u} has ended.",
-                        "It would update what is not there yet: after=(f'read {u}',).")  # fmt: skip
+            raise Wrong(
+                f"{where}: update {u} begins before read {u} has ended.",
+                "It would update what is not there yet: after=(f'read {u}',).",
+            )
         if at[f"write {u}"].start_s < at[f"update {u}"].end_s:
-            raise Wrong(f"{where}: write {u} begins before update {u} has ended.",
-                        "It would write the old states back: after=(f'update {u}',).")  # fmt: skip
+            raise Wrong(
+                f"{where}: write {u} begins before update {u} has ended.",
+                "It would write the old states back: after=(f'update {u}',).",
+            )
         inside = sum(
             at[f"read {v}"].start_s <= at[f"read {u}"].start_s < at[f"write {v}"].end_s
             for v in range(units)

@@ -30,8 +30,10 @@ STEPS = 2
     "A step below the device",
     points=5,
     hints=[
-        "Four moves: the shard of the sums down, the update below, the new parameters up, and on "
-        "to the other ranks.",
+        (
+            "Four moves: the shard of the sums down, the update below, the new parameters up, on "
+            "to the other ranks."
+        ),
         "down(unit.grad_shard) is a copy in the CPU's memory; then let the device's go: None.",
         (
             "below.update(grads, 1 / comm.world_size) widens the gradients itself, and divides the "
@@ -148,11 +150,13 @@ def _right_bits(seen: Seen, where: str) -> None:
     momentum, right = seen.moments["momentum"]
     variance, right_variance = seen.moments["variance"]
     if not torch.equal(momentum, right):
-        raise Wrong(f"{where} the first moments below differ after one step.",
-                    _why_moments(momentum, right, variance, right_variance, seen.world_size))  # fmt: skip
+        raise Wrong(
+            f"{where} the first moments below differ after one step.",
+            _why_moments(momentum, right, variance, right_variance, seen.world_size),
+        )
     if seen.gradients:
         raise Wrong(
-            f"{where} {seen.gradients:,} bytes of gradients are still on the device after the step.",
+            f"{where} {seen.gradients:,} bytes of gradients are still on the device afterwards.",
             "Set unit.grad_shard to None once it is below: the next backward would add to it.",
             points=1,
         )
@@ -168,8 +172,10 @@ def _right_bits(seen: Seen, where: str) -> None:
                     points=1,
                 )
     if not torch.equal(variance, right_variance) or not torch.equal(*seen.masters):
-        raise Wrong(f"{where} the states below differ after {STEPS} steps.",
-                    "One below.update for each unit and step, with that step's gradients.")  # fmt: skip
+        raise Wrong(
+            f"{where} the states below differ after {STEPS} steps.",
+            "One below.update for each unit and step, with that step's gradients.",
+        )
 
 
 def _why_params(got: Tensor, wanted: Tensor, seen: Seen, place: int) -> str:
