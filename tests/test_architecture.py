@@ -49,8 +49,8 @@ LINE_BUDGETS = {
         1800,
     ),
     "course": ([p for p in FILES if p.parent.name == "course"], 2000),
-    # every exercise has one, with its near misses: about sixty exercises
-    "checks": ([p for p in FILES if p.parent.name == "checks"], 4500),
+    # every exercise has one, with its near misses: about sixty-five exercises
+    "checks": ([p for p in FILES if p.parent.name == "checks"], 4750),
 }
 LONGEST_FILE = 400
 

@@ -24,7 +24,7 @@ def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
         ("09.1", 1, 2.5, [(5.5, "everything on the device"), (2, "parameters alone"),
                           (4, "whole gradients"), (1, "stage 3"), (5, "12/4"), (3, "two ranks"),
                           (14.5, "altogether"), (10, "all four ranks")]),
-        ("09.5", 2, 51_400, [(6425, "eight compute"), (154_200, "forward alone"),
+        ("09.4", 2, 51_400, [(6425, "eight compute"), (154_200, "forward alone"),
                              (77_100, "backward alone"), (38_550, "nothing is recomputed"),
                              (295_200, "six times slower"), (20_000, "Adam on a GPU"),
                              (514_000, "10e9 parameters"), (106_912, "a peak"),
@@ -326,9 +326,9 @@ def two_rooms(units, read_s, update_s, write_s, ahead=2):
     return tasks
 
 
-def test_09_4_passes():
-    expect("09.4", two_rooms, 3, "passed")
-    expect("09.4", lambda *given: tuple(two_rooms(*given)), 3, "passed")
+def test_09_5_passes():
+    expect("09.5", two_rooms, 3, "passed")
+    expect("09.5", lambda *given: tuple(two_rooms(*given)), 3, "passed")
 
 
 def changed(change):
@@ -396,8 +396,8 @@ def without_waiting(what):
         (lambda *given: given[9], 0, "IndexError"),
     ],
 )
-def test_09_4_near_misses_are_named(answer, points, words):
-    expect("09.4", answer, points, words)
+def test_09_5_near_misses_are_named(answer, points, words):
+    expect("09.5", answer, points, words)
 
 
 RIGHT = {

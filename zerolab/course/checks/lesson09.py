@@ -139,7 +139,7 @@ def _describe_graph(edges: Edges, sizes: Sizes) -> str:
 
 
 @exercise(
-    "09.4",
+    "09.5",
     "Two units at a time",
     points=3,
     hints=[
@@ -253,7 +253,7 @@ def _why_slow(
 
 
 @exercise(
-    "09.5",
+    "09.4",
     "Tokens that hide the CPU's step",
     points=2,
     hints=[
