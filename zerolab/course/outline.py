@@ -36,8 +36,9 @@ _ROWS = (
            "a layer, forward and backward, whose weight no rank holds"),
     Lesson("08", "Communication", "What does it cost to move what nobody holds?", 60,
            "two rings out of sends and receives; the time of a step, and what sets its pace"),
-    Lesson("09", "Offload", "What can wait in CPU memory or on a disk?", 0,
-           "an optimizer off the GPU"),
+    Lesson("09", "Offload", "What can wait in CPU memory or on a disk?", 60,
+           "the search for the cheapest cut; a step whose optimizer is below the device; reads, "
+           "updates and writes with room for two"),
     Lesson("10", "FSDP", "Which stage is FSDP really?", 0, "FSDP under the meter"),
     Lesson("11", "Common pitfalls", "Which rank is ill, and of what?", 55,
            "diagnoses of twelve faults on live ranks; a global norm, and a loop that ends on all "

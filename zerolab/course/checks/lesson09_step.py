@@ -1,0 +1,236 @@
+"""Lesson 09: a step whose optimizer is below the device, run on real ranks under the meter."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerolab.course.checks.core import Wrong, exercise
+from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.practice import data
+from zerolab.practice.comm import Comm
+from zerolab.practice.gpt import GPT, GPTConfig
+from zerolab.practice.meter import Meter
+from zerolab.practice.offload import Offloaded
+from zerolab.practice.stage2 import Stage2
+from zerolab.practice.tiers import on_cpu
+
+SMALL = GPTConfig(width=20, layers=1, heads=2)
+STEPS = 2
+
+
+@exercise(
+    "09.3",
+    "A step below the device",
+    points=5,
+    hints=[
+        (
+            "Four moves: the shard of the sums down, the update below, the new parameters up, on "
+            "to the other ranks."
+        ),
+        "down(unit.grad_shard) is a copy in the CPU's memory; then let the device's go: None.",
+        (
+            "below.update(grads, 1 / comm.world_size) widens the gradients itself, and divides the "
+            "sum by the number of ranks."
+        ),
+        "Convert before you copy: below.master.bfloat16() has half the bytes of below.master.",
+        "unit.param_shard.copy_(up(...)) fills this rank's part; comm.all_gather the rest.",
+    ],
+)
+def step_below(answer: Any) -> None:
+    on_four_and_three(lambda size: _judge_step(answer, size))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank shows; bytes of the last step, and tensors of all units one after the other."""
+
+    params: list[list[Tensor]]  # working, of each unit, after each step
+    right_params: list[list[Tensor]]
+    before: list[Tensor]  # before the first step
+    rank: int
+    moments: dict[str, tuple[Tensor, Tensor]]  # after the first step: the learner's, the right ones
+    masters: tuple[Tensor, Tensor]  # after the last step
+    leftover: int  # on the device after the step, more than parameters
+    gradients: int  # of that, gradients
+    down: int
+    up: int
+    shard: int  # the rank's 16-bit elements
+    sent: int
+    world_size: int
+
+
+def _trial(step: Callable[[Any, Any, Comm], None]) -> Seen:
+    """Runs on a rank: stage 2 with its optimizer below, of which the learner makes the step."""
+    comm = Comm()
+    mine = Stage2(GPT(SMALL), comm)
+    with Meter() as meter:
+        with on_cpu():
+            model = GPT(SMALL)
+        theirs = Offloaded(2, model, comm)
+        before = [unit.full_params.clone() for unit in theirs.units]
+        moments: dict[str, tuple[Tensor, Tensor]] = {}
+        params: list[list[Tensor]] = []
+        right_params: list[list[Tensor]] = []
+        leftover = 0
+        for at in range(STEPS):
+            batch = data.batch(at, comm.rank, comm.world_size)
+            theirs.backward(model.loss(*batch))
+            mine.backward(mine.model.loss(*batch))  # type: ignore[operator]
+            mine.step()
+            gc.collect()
+            meter.crossed.clear()
+            meter.sent.clear()
+            start = meter.held()
+            with torch.no_grad():
+                for unit in theirs.units:
+                    step(unit, unit.adamw, comm)
+            gc.collect()
+            dist.barrier()  # who has skipped a collective would meet the next backward's
+            crossed, sent, kept = dict(meter.crossed), meter.sent_bytes(), meter.held()
+            gained = kept["total"] - (start["total"] - start["gradients"])
+            leftover = max(leftover, gained)
+            for name in ("momentum", "variance"):
+                moments.setdefault(name, (_all(theirs, name), _all(mine, name)))
+            params.append([unit.full_params.clone() for unit in theirs.units])
+            right_params.append([unit.full_params.clone() for unit in mine.units])
+    seen = Seen(
+        params=params,
+        right_params=right_params,
+        before=before,
+        rank=comm.rank,
+        moments=moments,
+        masters=(_all(theirs, "master"), _all(mine, "master")),
+        leftover=leftover,
+        gradients=kept["gradients"],
+        down=crossed.get("down", 0),
+        up=crossed.get("up", 0),
+        shard=sum(unit.param_shard.nbytes for unit in mine.units),
+        sent=sent["total"],
+        world_size=comm.world_size,
+    )
+    theirs.close()
+    return seen
+
+
+def _all(engine: Any, state: str) -> Tensor:
+    return torch.cat([getattr(unit.adamw, state) for unit in engine.units])
+
+
+def _judge_step(answer: Any, size: int) -> None:
+    found = on_ranks(_trial, answer, size=size)
+    for rank, seen in enumerate(found):
+        _right_bits(seen, f"On rank {rank}")
+    for rank, seen in enumerate(found):
+        _right_edges(seen, rank)
+        budget = (size - 1) * seen.shard
+        if seen.sent > budget:
+            raise Wrong(
+                f"All bits are right, but rank {rank} sends {seen.sent:,} bytes to the others "
+                f"where {budget:,} suffice.",
+                "One all-gather of the new parameters: the sums were made in backward already.",
+                points=3,
+            )
+        if seen.leftover > 0:
+            raise Wrong(
+                f"All bits are right, but after the step rank {rank} holds {seen.leftover:,} bytes "
+                "on the device besides its parameters.",
+                "Something that came up is kept: let go of it.",
+                points=3,
+            )
+
+
+def _right_bits(seen: Seen, where: str) -> None:
+    momentum, right = seen.moments["momentum"]
+    variance, right_variance = seen.moments["variance"]
+    if not torch.equal(momentum, right):
+        raise Wrong(
+            f"{where} the first moments below differ after one step.",
+            _why_moments(momentum, right, variance, right_variance, seen.world_size),
+        )
+    if seen.gradients:
+        raise Wrong(
+            f"{where} {seen.gradients:,} bytes of gradients are still on the device afterwards.",
+            "Set unit.grad_shard to None once it is below: the next backward would add to it.",
+            points=1,
+        )
+    for step, (params, right_params) in enumerate(
+        zip(seen.params, seen.right_params, strict=True), 1
+    ):
+        for place, (got, wanted) in enumerate(zip(params, right_params, strict=True)):
+            if not torch.equal(got, wanted):
+                raise Wrong(
+                    f"{where} {int((got != wanted).sum())} of {wanted.numel()} parameters of unit "
+                    f"{place} differ after {step} step{'s' * (step > 1)}.",
+                    _why_params(got, wanted, seen, place),
+                    points=1,
+                )
+    if not torch.equal(variance, right_variance) or not torch.equal(*seen.masters):
+        raise Wrong(
+            f"{where} the states below differ after {STEPS} steps.",
+            "One below.update for each unit and step, with that step's gradients.",
+        )
+
+
+def _why_params(got: Tensor, wanted: Tensor, seen: Seen, place: int) -> str:
+    length = wanted.numel() // seen.world_size
+    own = slice(seen.rank * length, (seen.rank + 1) * length)
+    if torch.equal(got, seen.before[place]):
+        return (
+            "The moments below are right, and the device still has its first parameters: bring the "
+            "new ones up."
+        )
+    if torch.equal(got[own], wanted[own]):
+        return "This rank's part is right, the others' are not: all-gather what came up."
+    return "The moments below are right; what the device has is not what the weights became."
+
+
+def _why_moments(
+    momentum: Tensor, right: Tensor, variance: Tensor, right_variance: Tensor, n: int
+) -> str:
+    def near(a: Tensor, b: Tensor) -> bool:
+        return bool((a - b).norm() <= 0.02 * b.norm())
+
+    if not momentum.any():
+        return "They are still zero: call below.update with the gradients that came down."
+    if near(momentum, n * right):
+        return "They are N times too large: the sums are divided by N, below.update(…, 1 / N)."
+    if near(momentum, right / n):
+        return "They are N times too small: the sums were divided by N twice."
+    if near(variance, right_variance) or near(momentum, right):
+        return "They are right up to rounding: hand the 16-bit sums over as they came down."
+    return "Each update takes this rank's shard of the sums, unit.grad_shard."
+
+
+def _right_edges(seen: Seen, rank: int) -> None:
+    n = seen.world_size
+    down = {
+        0: "put() marks a tensor and moves nothing: down() copies it.",
+        2: "The gradients were widened to fp32 before they went down: copy first, convert below.",
+        n: "The whole gradients came down on every rank: a rank updates its own shard alone.",
+        6: "The states went up and down again: the update goes to where they are, below.",
+        7: "The states went up and down again: the update goes to where they are, below.",
+    }
+    up = {
+        0: "put() marks a tensor and moves nothing: up() copies it.",
+        2: "The fp32 master weights came up and were converted on the device: convert below, "
+        "and half as much crosses.",
+        n: "The whole parameters came up on every rank: bring the own shard up, and gather it "
+        "over the faster links.",
+        6: "All three states came up: the update belongs below, where they are.",
+        7: "The states came up, too: they are not needed on the device.",
+    }
+    for way, got, known in (("down", seen.down, down), ("up", seen.up, up)):
+        if got != seen.shard:
+            raise Wrong(
+                f"All bits are right, but on rank {rank} {got:,} bytes cross {way} in a step; "
+                f"{seen.shard:,} are enough.",
+                known.get(got // seen.shard, "Two bytes of each element of the shard: no more."),
+                points=3,
+            )
