@@ -23,7 +23,7 @@ ENGINE = ["stage0", "stage1", "stage2", "stage3", "unit", "reduction", "gatherin
 ENGINE += ["sharding", "adamw", "comm"]
 LAUNCHER = ["world", "rank", "group", "launch", "report", "attached", "private_net"]
 LAUNCHER += ["magic", "system"]
-WITNESSES = ["architectures", "dry_run", "observe", "peers"]
+WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
     # 80 of them for what offload holds in each tier and moves over each edge
@@ -36,8 +36,9 @@ LINE_BUDGETS = {
     "launcher": ([PACKAGE / "practice" / f"{name}.py" for name in LAUNCHER], 1550),
     # tiers below the device, files that survive what may befall them, and their rates
     "offload": ([PACKAGE / "practice" / f"{name}.py" for name in OFFLOAD], 1250),
-    # models that no laptop holds, and steps that are not ours, under the meter
-    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 950),
+    # models that no laptop holds, and steps that are not ours, under the meter; the last two
+    # hundred lines look at both FSDPs at four instants of a step
+    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1150),
     # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, and a
     # race that takes its CPU time apart
     "rest of practice": (

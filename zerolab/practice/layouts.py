@@ -1,7 +1,7 @@
 """What a layout keeps, and when: the stages here, both FSDPs and DDP at four instants of a step.
 
-FSDP1 is FullyShardedDataParallel with a ShardingStrategy; FSDP2 is fully_shard. Both run on gloo and
-the CPU as they are, on all ranks together.
+FSDP1 is FullyShardedDataParallel with a ShardingStrategy; FSDP2 is fully_shard. Both run on gloo
+and the CPU as they are.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import gc
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES
 from zerolab.practice.meter import KINDS, Meter, hear_resizes
+from zerolab.practice.observe import quick_looks
 from zerolab.practice.peers import Peer, _adamw, ddp, fsdp2
 
 FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -139,7 +139,7 @@ def watch(
 ) -> Instants:
     """The same for any engine with `backward` and `step`, as `make(model)` returns one."""
     comm = Comm()
-    with warnings.catch_warnings(record=True) as caught, _quick_looks():
+    with warnings.catch_warnings(record=True) as caught, quick_looks():
         warnings.simplefilter("always")
         activations = _activations(config, dtype)
         with Calls() as meter, hear_resizes(meter):
@@ -153,8 +153,9 @@ def watch(
                 engine.backward(loss)
                 return held
 
-            passes(batches[0])
-            engine.step()  # a first step makes the optimizer's states
+            for _ in range(2):  # the first makes the optimizer's states, DDP regroups in the second
+                passes(batches[0])
+                engine.step()
             between = meter.settled()["total"]
             meter.calls.clear()
             meter.sent.clear()
@@ -162,7 +163,6 @@ def watch(
             passes(batches[0])
             engine.step()
             peak, sent, calls = meter.peak, meter.sent_bytes(), list(meter.calls)
-            besides = between - meter.settled()["total"]  # nothing may pile up
             passes(batches[0])
             forward = passes(batches[1])
             if hasattr(engine, "label_states"):
@@ -172,7 +172,7 @@ def watch(
     counters = held["total"] - sum(held[kind] for kind in KINDS)  # batches, counters of steps
     states = {kind: held[kind] for kind in KINDS}
     return Instants(
-        between=between - counters + besides,
+        between=between - counters,
         forward=forward - counters - activations,
         backward=states | {"total": sum(states.values())},
         peak=peak,
@@ -199,12 +199,6 @@ def _activations(config: GPTConfig, dtype: torch.dtype) -> int:
     return held
 
 
-@contextmanager
-def _quick_looks() -> Iterator[None]:
-    """What is there already is no garbage: a collection inside looks at what came since."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def import_fsdp() -> None:
+    """Loads both FSDPs on a rank, which takes a second: before anything with a time limit."""
+    import torch.distributed.fsdp  # noqa: F401

@@ -127,7 +127,7 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
     elif isinstance(make, tuple):
         make = load(*make)
     comm, model = Comm(), GPT(config)
-    with Witness() as meter, hear_resizes(meter):
+    with quick_looks(), Witness() as meter, hear_resizes(meter):
         engine = _made(make, model, comm)
         train = _Training(engine, model, comm, meter)
         train.step(1)
@@ -155,6 +155,17 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
         wire=None if start is None or end is None else end - start,
         weights=(early, late),
     )
+
+
+@contextlib.contextmanager
+def quick_looks() -> Iterator[None]:
+    """What is there already is no garbage: a collection inside looks only at what came since."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _made(make: Make, model: GPT, comm: Comm) -> Any:
