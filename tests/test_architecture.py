@@ -26,8 +26,9 @@ LAUNCHER += ["magic", "system"]
 WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
-    # 80 of them for what offload holds in each tier and moves over each edge
-    "theory": ([p for p in FILES if p.parent.name == "theory"], 1580),
+    # 80 of them for what offload holds in each tier and moves over each edge, 80 for the
+    # dictionary of FSDP's and DeepSpeed's layouts
+    "theory": ([p for p in FILES if p.parent.name == "theory"], 1660),
     # what a learner reads to understand the four stages; some forty lines of it are there for
     # passes that were torn off and for frozen units
     "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1050),
@@ -50,8 +51,8 @@ LINE_BUDGETS = {
         1800,
     ),
     "course": ([p for p in FILES if p.parent.name == "course"], 2000),
-    # every exercise has one, with its near misses: about sixty exercises
-    "checks": ([p for p in FILES if p.parent.name == "checks"], 4500),
+    # every exercise has one, with its near misses: about seventy exercises
+    "checks": ([p for p in FILES if p.parent.name == "checks"], 4600),
 }
 LONGEST_FILE = 400
 

@@ -74,8 +74,7 @@ class LayoutTable:
 
 
 def _formula(layout: Layout, name: str) -> str:
-    formula = plain(getattr(layout, name)()).replace("*", "").replace("N_d", "N")
-    return formula.replace("2Ψ(-2G + 2N)/(GN)", "4Ψ(N - G)/(GN)")
+    return plain(getattr(layout, name)()).replace("*", "").replace("N_d", "N")
 
 
 def _cell(row: LayoutRow, name: str) -> str:

@@ -58,7 +58,7 @@ def rows_per_rank(answer: Any) -> None:
 
 
 @exercise(
-    "10.2",
+    "10.3",
     "SHARD_GRAD_OP of 7 billion parameters",
     points=2,
     hints=[
@@ -91,7 +91,7 @@ def shard_grad_op(answer: Any) -> None:
 
 
 @exercise(
-    "10.3",
+    "10.2",
     "Shard a model with fully_shard",
     points=4,
     hints=[
@@ -158,7 +158,7 @@ def _claim(choices: dict[str, str], right: str, value: float, what: str, slips: 
 
 
 @exercise(
-    "10.5",
+    "10.6",
     "ZeRO-3 and FSDP, claim by claim",
     points=6,
     hints=[
@@ -217,7 +217,7 @@ def compare_claims(answer: Any) -> None:
 
 
 @exercise(
-    "10.6",
+    "10.5",
     "Choose between the two",
     points=3,
     hints=[
