@@ -52,9 +52,29 @@ def rows_per_rank(answer: Any) -> None:
         [(5, 4), (9, 4), (8, 4), (1, 4), (13, 3), (64, 7), (3, 1)],
         missteps,
         lambda d, n: f"{d} rows on {n} ranks",
-        "Return a list with a number for each rank.",
-        lambda got, wanted: isinstance(got, list | tuple) and list(got) == list(wanted),
+        "Return a list with a whole number for each rank.",
+        lambda got, wanted: (
+            isinstance(got, list | tuple)
+            and all(type(rows) in (int, float) for rows in got)
+            and list(got) == wanted
+        ),
     )
+
+
+@exercise(
+    "10.2",
+    "Shard a model with fully_shard",
+    points=4,
+    hints=[
+        "A call of fully_shard takes all parameters in its module that no earlier call has taken.",
+        "So go from the inside out: each of model.units(), then the model.",
+        "fully_shard(module, mesh=mesh) changes the module; its other defaults are right here.",
+    ],
+)
+def shard_model(answer: Any) -> None:
+    if not callable(answer):
+        raise Wrong("This is no function.", "Give shard_model itself.")
+    lesson10_shard.judge(answer)
 
 
 @exercise(
@@ -88,22 +108,6 @@ def shard_grad_op(answer: Any) -> None:
         ])),
     }  # fmt: skip
     expect_parts(answer, parts)
-
-
-@exercise(
-    "10.2",
-    "Shard a model with fully_shard",
-    points=4,
-    hints=[
-        "A call of fully_shard takes all parameters in its module that no earlier call has taken.",
-        "So go from the inside out: each of model.units(), then the model.",
-        "fully_shard(module, mesh=mesh) changes the module; its other defaults are right here.",
-    ],
-)
-def shard_model(answer: Any) -> None:
-    if not callable(answer):
-        raise Wrong("This is no function.", "Give shard_model itself.")
-    lesson10_shard.judge(answer)
 
 
 @exercise(
@@ -148,72 +152,13 @@ def _claim(choices: dict[str, str], right: str, value: float, what: str, slips: 
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise Wrong(f"{what}: {pair!r} is no pair.", "Give a choice and a number of bytes.")
         choice, number = pair
-        if choice not in choices:
+        if type(choice) is not str or choice not in choices:
             raise Wrong(f"{what}: {choice!r} is no choice.", f"Choose one of {', '.join(choices)}.")
         if choice != right:
             raise Wrong(f"{what}: {choice!r} is not it.", choices[choice])
         expect_bytes(number, value, what, slips)
 
     return judge
-
-
-@exercise(
-    "10.6",
-    "ZeRO-3 and FSDP, claim by claim",
-    points=6,
-    hints=[
-        "Every number stands in an output above: the table, the kinds, the gathers.",
-        "A rank of ZeRO-3 has 2 + 2 + 12 bytes over N, one of FSDP 4 + 4 + 8.",
-        "Between two steps there are no gradients.",
-    ],
-)
-def compare_claims(answer: Any) -> None:
-    n = 4
-    flat, rows = padded_by("FULL_SHARD", n), padded_by("reshard_after_forward=True", n)
-    embedding, block, _, head = (2 * n * even_shards(numel, n)[0] for numel in unit_numels())
-    other = Slip(16 * rows / n, "That is FSDP2's, whose last ranks are padded by rows.")
-    parts: dict[str, tuple[float, Part]] = {
-        "states": (1.0, _claim(
-            {"same": "", "less": "16/N on both sides.", "more": "16/N on both sides."},
-            "same", 16 * flat / n, "FULL_SHARD's states against stage 3's",
-            [other, Slip(12 * flat / n, "That is without gradients, as between two steps."),
-             Slip(16 * flat, "That is all ranks together.")])),
-        "parameters": (1.0, _claim(
-            {"fp32": "", "16 bits": "16 bits are cast when a unit is gathered; the shard is fp32."},
-            "fp32", 4 * flat / n, "A rank's parameters under FULL_SHARD",
-            [Slip(2 * flat / n, "That is stage 3's shard, in 16 bits."),
-             Slip(4 * rows / n, "That is FSDP2's, padded by rows."),
-             Slip(4 * flat, "That is all ranks together.")])),
-        "cut": (1.0, _claim(
-            {"a unit's flat buffer": "",
-             "each parameter": "That is DeepSpeed's stage 3: each parameter, flat.",
-             "dimension 0": "That is FSDP2: dimension 0 of each parameter.",
-             "whole layers": "Nobody here hands out whole layers: a layer is cut over all ranks."},
-            "a unit's flat buffer", block, "What FSDP1 cuts, and a block's gathered bytes",
-            [Slip(embedding, "That is the embedding."), Slip(head, "That is the head."),
-             Slip(block / n, "That is a rank's shard; the gather fills the whole buffer.")])),
-        "SHARD_GRAD_OP": (1.0, _claim(
-            {"sharded": "", "whole": "That would be ZeRO-2: count what is there between steps."},
-            "sharded", 12 * flat / n, "Between two steps under SHARD_GRAD_OP",
-            [Slip(16 * flat / n, "That is after backward, with gradients."),
-             Slip((2 + 12 / n) * flat, "That is stage 2 between two steps."),
-             Slip(18 * flat / n, "Nothing is whole between two steps.")])),
-        "sent": (1.0, _claim(
-            {"1": "That is SHARD_GRAD_OP, which gathers once.",
-             "1.5": "", "3": "3 divides bytes by elements, or forgets the second half of an "
-             "all-reduce."},
-            "1.5", 6 * flat * (n - 1) / n, "FULL_SHARD's traffic over NO_SHARD's",
-            [Slip(4 * flat * (n - 1) / n, "That is SHARD_GRAD_OP, or NO_SHARD."),
-             Slip(6 * rows * (n - 1) / n, "That is FSDP2's."),
-             Slip(12 * flat * (n - 1) / n, "That is in fp32; the table computes in bf16.")])),
-        "precision": (1.0, _claim(
-            {"policy": "", "autocast": "Under autocast the collectives stay in fp32: compare the "
-             "bytes on the wire."},
-            "policy", 12 * rows * (n - 1) / n, "What halves FSDP2's traffic, and autocast's bytes",
-            [Slip(6 * rows * (n - 1) / n, "That is what the policy sends: give autocast's bytes."),
-             Slip(12 * flat * (n - 1) / n, "That is FSDP1's in fp32; the cell ran FSDP2.")])),
-    }  # fmt: skip
-    expect_parts(answer, parts)
 
 
 @exercise(
@@ -277,4 +222,64 @@ def choose(answer: Any) -> None:
             f"{room / 1e9:g} GB of it for activations"
         ),
         'Return "SHARD_GRAD_OP", "FULL_SHARD" or None.',
+        lambda got, wanted: type(got) is type(wanted) and got == wanted,
     )
+
+
+@exercise(
+    "10.6",
+    "ZeRO-3 and FSDP, claim by claim",
+    points=6,
+    hints=[
+        "Every number stands in an output above: the table, the kinds, the gathers.",
+        "A rank of ZeRO-3 has 2 + 2 + 12 bytes over N, one of FSDP 4 + 4 + 8.",
+        "Between two steps there are no gradients.",
+    ],
+)
+def compare_claims(answer: Any) -> None:
+    n = 4
+    flat, rows = padded_by("FULL_SHARD", n), padded_by("reshard_after_forward=True", n)
+    embedding, block, _, head = (2 * n * even_shards(numel, n)[0] for numel in unit_numels())
+    other = Slip(16 * rows / n, "That is FSDP2's, whose last ranks are padded by rows.")
+    parts: dict[str, tuple[float, Part]] = {
+        "states": (1.0, _claim(
+            {"same": "", "less": "16/N on both sides.", "more": "16/N on both sides."},
+            "same", 16 * flat / n, "FULL_SHARD's states against stage 3's",
+            [other, Slip(12 * flat / n, "That is without gradients, as between two steps."),
+             Slip(16 * flat, "That is all ranks together.")])),
+        "parameters": (1.0, _claim(
+            {"fp32": "", "16 bits": "16 bits are cast when a unit is gathered; the shard is fp32."},
+            "fp32", 4 * flat / n, "A rank's parameters under FULL_SHARD",
+            [Slip(2 * flat / n, "That is stage 3's shard, in 16 bits."),
+             Slip(4 * rows / n, "That is FSDP2's, padded by rows."),
+             Slip(4 * flat, "That is all ranks together.")])),
+        "cut": (1.0, _claim(
+            {"a unit's flat buffer": "",
+             "each parameter": "That is DeepSpeed's stage 3: each parameter, flat.",
+             "dimension 0": "That is FSDP2: dimension 0 of each parameter.",
+             "whole layers": "Nobody here hands out whole layers: a layer is cut over all ranks."},
+            "a unit's flat buffer", block, "What FSDP1 cuts, and a block's gathered bytes",
+            [Slip(embedding, "That is the embedding."), Slip(head, "That is the head."),
+             Slip(block / n, "That is a rank's shard; the gather fills the whole buffer.")])),
+        "SHARD_GRAD_OP": (1.0, _claim(
+            {"sharded": "", "whole": "That would be ZeRO-2: count what is there between steps."},
+            "sharded", 12 * flat / n, "Between two steps under SHARD_GRAD_OP",
+            [Slip(16 * flat / n, "That is after backward, with gradients."),
+             Slip((2 + 12 / n) * flat, "That is stage 2 between two steps."),
+             Slip(18 * flat / n, "Nothing is whole between two steps.")])),
+        "sent": (1.0, _claim(
+            {"1": "That is SHARD_GRAD_OP, which gathers once.",
+             "1.5": "", "3": "3 divides bytes by elements, or forgets the second half of an "
+             "all-reduce."},
+            "1.5", 6 * flat * (n - 1) / n, "FULL_SHARD's traffic over NO_SHARD's",
+            [Slip(4 * flat * (n - 1) / n, "That is SHARD_GRAD_OP, or NO_SHARD."),
+             Slip(6 * rows * (n - 1) / n, "That is FSDP2's."),
+             Slip(12 * flat * (n - 1) / n, "That is in fp32; the table computes in bf16.")])),
+        "precision": (1.0, _claim(
+            {"policy": "", "autocast": "Under autocast the collectives stay in fp32: compare the "
+             "bytes on the wire."},
+            "policy", 12 * rows * (n - 1) / n, "What halves FSDP2's traffic, and autocast's bytes",
+            [Slip(6 * rows * (n - 1) / n, "That is what the policy sends: give autocast's bytes."),
+             Slip(12 * flat * (n - 1) / n, "That is FSDP1's in fp32; the cell ran FSDP2.")])),
+    }  # fmt: skip
+    expect_parts(answer, parts)
