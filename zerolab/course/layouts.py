@@ -88,7 +88,7 @@ def layout_table(world: World, names: tuple[str, ...] = tuple(LAYOUTS)) -> Layou
     HYBRID_SHARD shards over pairs: an even number of ranks from 4 on.
     """
     return LayoutTable(
-        params=sum(p.numel() for p in GPT(SMALL).parameters()),
+        params=sum(unit_numels()),
         ranks=world.size,
         rows=tuple(layout_row(name, world) for name in names),
     )
@@ -100,9 +100,9 @@ def layout_row(name: str, world: World) -> LayoutRow:
     entry = LAYOUTS[name]
     padded = padded_by(name, world.size)
     derived = {key: round(value) for key, value in entry.bytes_of(padded, world.size).items()}
-    plain_params = sum(p.numel() for p in GPT(SMALL).parameters())
-    if entry.schedule == 0:  # an all-reduce pads nothing: the ring's share of real elements
-        derived["sent"] = int(entry.bytes_of(plain_params, world.size)["sent"])
+    if entry.schedule == 0:  # each all-reduce sends the ring's share of real elements
+        calls = unit_numels() if name == "NO_SHARD" else [sum(unit_numels())]
+        derived["sent"] = sum(int(entry.bytes_of(size, world.size)["sent"]) for size in calls)
     counted = {
         "states": seen.backward["total"],
         "whole": seen.forward - seen.backward["total"],
