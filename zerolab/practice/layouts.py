@@ -1,7 +1,7 @@
 """What a layout keeps, and when: the stages here, both FSDPs and DDP at four instants of a step.
 
 FSDP1 is FullyShardedDataParallel with a ShardingStrategy; FSDP2 is fully_shard. Both run on gloo
-and the CPU as they are.
+and the CPU; FSDP1 has to be told so.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def fsdp1(model: nn.Module, strategy: str, dtype: torch.dtype, mesh: Any = None)
         device_mesh=mesh,
         mixed_precision=low,
         auto_wrap_policy=policy,
-        device_id=torch.device("cpu"),
+        device_id=torch.device("cpu"),  # else: "FSDP needs a non-CPU accelerator device"
     )
     return Peer(wrapped, _adamw(wrapped.parameters()))
 
