@@ -27,6 +27,13 @@ class Whatever(float):
         return False
 
 
+class AnyWord(str):
+    """The same for a word, found where the word would be."""
+
+    __hash__ = str.__hash__
+    __eq__, __ne__ = Whatever.__eq__, Whatever.__ne__
+
+
 def rows(d, n):
     each = -(-d // n)
     return [max(0, min(each, d - rank * each)) for rank in range(n)]
@@ -281,6 +288,7 @@ def test_10_6_passes_and_each_claim_earns_its_point():
     ("entry", "pair", "words"),
     [
         ("states", ("less", 110_400), "16/N on both sides"),
+        ("states", (AnyWord("less"), 110_400), "is no choice"),
         ("states", ("same", 111_168), "FSDP2's"),
         ("states", ("same", 82_800), "without gradients"),
         ("parameters", ("16 bits", 27_600), "the shard is fp32"),
