@@ -241,7 +241,10 @@ def test_typed_forms():
     assert config["activation_checkpointing"] == {
         "partition_activations": True, "cpu_checkpointing": True}  # fmt: skip
     hybrid = plan("llama2-7b", cluster("dgx-a100", 2), Strategy(3, group=8))
-    assert 'init_device_mesh("cuda", (2, 8))' in pytorch_lines(hybrid)
+    assert (
+        'init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))'
+        in pytorch_lines(hybrid)
+    )
     with pytest.raises(ValueError, match="no hybrid sharding"):
         deepspeed_config(hybrid)
     two = pytorch_lines(plan("llama2-7b", "dgx-a100", 2))

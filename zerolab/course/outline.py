@@ -39,7 +39,8 @@ _ROWS = (
     Lesson("09", "Offload", "What can wait in CPU memory or on a disk?", 60,
            "the search for the cheapest cut; a step whose optimizer is below the device; reads, "
            "updates and writes with room for two"),
-    Lesson("10", "FSDP", "Which stage is FSDP really?", 0, "FSDP under the meter"),
+    Lesson("10", "FSDP", "Which stage is FSDP really?", 60,
+           "a model under fully_shard, gathered unit by unit; a comparison in numbers"),
     Lesson("11", "Common pitfalls", "Which rank is ill, and of what?", 55,
            "diagnoses of twelve faults on live ranks; a global norm, and a loop that ends on all "
            "ranks together"),

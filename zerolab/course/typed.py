@@ -29,7 +29,9 @@ def pytorch_lines(p: Plan) -> str:
         notes.append("# CPUOffloadPolicy moves parameters, gradients and optimizer states together")
     if "nvme" in (s.optimizer_on, s.parameters_on):
         notes.append("# FSDP2 has no NVMe offload")
-    mesh = f"({p.ranks // s.group}, {s.group})" if s.group else f"({p.ranks},)"
+    mesh = f"({p.ranks},)"
+    if s.group:  # fully_shard refuses a mesh of two dimensions without names
+        mesh = f'({p.ranks // s.group}, {s.group}), mesh_dim_names=("replicate", "shard")'
     low = ["torch.bfloat16" if size == 2 else "torch.float32"
            for size in (recipe.gather_bytes, s.reduce_bytes or recipe.reduce_bytes)]  # fmt: skip
     how = "mesh=mesh, mp_policy=policy" + ("" if s.stage == 3 else ", reshard_after_forward=False")

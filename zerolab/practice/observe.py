@@ -127,7 +127,7 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
     elif isinstance(make, tuple):
         make = load(*make)
     comm, model = Comm(), GPT(config)
-    with _quick_collections(), Witness() as meter, hear_resizes(meter):
+    with quick_looks(), Witness() as meter, hear_resizes(meter):
         engine = _made(make, model, comm)
         train = _Training(engine, model, comm, meter)
         train.step(1)
@@ -158,8 +158,8 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
 
 
 @contextlib.contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Inside, gc.collect() looks at what is new, and not at all of torch again."""
+def quick_looks() -> Iterator[None]:
+    """What is there already is no garbage: a collection inside looks only at what came since."""
     gc.collect()
     gc.freeze()
     try:
