@@ -166,7 +166,10 @@ def test_another_stage_keeps_the_moment_or_takes_its_last():
     explorer.controls["stage"].value = 1
     assert len(changes) == 1, "one picture, though two sliders moved"
     assert explorer.controls["moment"].value == len(walk(1).moments) - 1
-    assert "Stage 1, moment 6 of 6: free gradients" in explorer.view.words
+    assert (
+        "Stage 1, moment 6 of 6: forget gradients; their memory waits for the next"
+        in explorer.view.words
+    )
     explorer.controls["stage"].value = 3
     assert "Stage 3, moment 6 of 19" in explorer.view.words
     assert "alert" not in explorer.shown.value

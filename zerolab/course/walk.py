@@ -192,7 +192,7 @@ def _moments(w: Walk) -> Iterator[Moment]:
             yield moment("update own weights")
             weights = Part("parameters", 0, True)
             yield moment("all-gather parameters", (), (), "all_gather", weights)
-        yield moment("free gradients", free=[whole_grads(0)])
+        yield moment("forget gradients; their memory waits for the next")
         return
     for u in numbers if w.stage == 3 else ():
         yield moment(f"all-gather {named(u)}", [gathered(u)], (), "all_gather", gathered(u))
