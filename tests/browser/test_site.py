@@ -59,7 +59,8 @@ def test_the_first_page_leads_to_every_lesson_and_stays_inside(visit):
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_lesson_is_whole_without_network_or_kernel(visit, name):
     page, outside, wrong = visit(f"lessons/{name}")
-    if "$$" in (ROOT / "lessons" / f"{name}.ipynb").read_text(encoding="utf-8"):
+    stored = (ROOT / "lessons" / f"{name}.ipynb").read_text(encoding="utf-8")
+    if "$$" in stored:
         page.wait_for_selector("mjx-container")
     assert outside == [] and wrong == []
     left = page.locator(".math").evaluate_all(
@@ -69,7 +70,8 @@ def test_a_lesson_is_whole_without_network_or_kernel(visit, name):
     pictures = page.locator(".cell_output img").evaluate_all(
         "all => all.map(i => [i.alt, i.naturalWidth, i.complete])"
     )
-    assert pictures and all(width and complete for _, width, complete in pictures)
+    assert len(pictures) == stored.count('"image/png":'), "every figure is there"
+    assert all(width and complete for _, width, complete in pictures)
     assert not [alt for alt, _, _ in pictures if len(alt) < 20 or re.search(r"\.png$", alt)]
     assert page.locator(".cell_output", has_text="Error displaying widget").count() == 0
     PICTURES.mkdir(exist_ok=True)
