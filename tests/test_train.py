@@ -67,7 +67,8 @@ def step(batches_of, max_norm=None):
 def optimizer_bits():
     """This rank's master weights, moments and working parameters, and how many updates there were.
 
-    Whole gradients or shards of them that a step has left would be in it too.
+    Whole gradients or shards of them that a step has left would be in it too, but for memory that
+    the next backward pass writes over.
     """
     from zerolab.practice.measure import digest
     from zerolab.practice.rank import namespace
@@ -75,7 +76,9 @@ def optimizer_bits():
     flats, left = [], []
     for unit in namespace()["engine"].units:
         flats += [unit.adamw.master, unit.adamw.momentum, unit.adamw.variance, unit.param_shard]
-        left += [flat for flat in (unit.grad_shard, unit.full_grads) if flat is not None]
+        added_to = len(unit._unwritten) < len(unit.params)
+        left += [unit.grad_shard] if unit.grad_shard is not None else []
+        left += [unit.full_grads] if unit.full_grads is not None and added_to else []
     return [digest(flat) for flat in (*flats, *left)], unit.adamw.steps
 
 
