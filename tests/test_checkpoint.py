@@ -150,11 +150,11 @@ def trained(world, folder, steps=4, **how):
 def the_state(world):
     first, *others = world.run(state)
     for other in others:
-        same(first, other)
+        expect_same(first, other)
     return first
 
 
-def same(one, other):
+def expect_same(one, other):
     assert one.keys() == other.keys()
     for name in one:
         assert one[name].dtype == other[name].dtype
@@ -203,7 +203,7 @@ def test_any_stage_and_rank_count_goes_on_from_any_other_with_the_same_bits(
             world = world_of(others)
             world.run(begin, loader, recipe, seed=1)  # other weights, until the load
             assert world.run(load, folder) == [(4, {"saved": 4})] * others
-            same(the_state(world), before)
+            expect_same(the_state(world), before)
             world.run(advance, 4, 6)
             after = the_state(world)
             (expected,) = world.run(one_process_goes_on, before, recipe, 4, 6, others, ranks=[0])
@@ -230,7 +230,7 @@ def test_frozen_and_tied_parameters_and_tiny_shards_are_restored(world_of, tmp_p
         world = world_of(4)
         world.run(begin, loader, seed=1, **how)
         world.run(load, folder)
-        same(the_state(world), before)
+        expect_same(the_state(world), before)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -270,7 +270,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_one(world_of, tmp_p
     world.restart()
     world.run(begin, 3, seed=1)
     assert world.run(load, tmp_path)[0] == (4, {"saved": 4})
-    same(the_state(world), before)
+    expect_same(the_state(world), before)
     world.run(advance, 4, 5)
     world.run(save, tmp_path, 5)
     left = sorted(path.name for path in tmp_path.iterdir())
@@ -353,10 +353,10 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out_before_anything_changes(
     assert words in said[0]
     assert f"Remove {last} to go on from step-00000004." in said[0]
     assert "\n" not in said[0]
-    same(the_state(world), untouched)
+    expect_same(the_state(world), untouched)
     shutil.rmtree(last)
     assert world.run(load, tmp_path)[0] == (4, {"saved": 4})
-    same(the_state(world), good)
+    expect_same(the_state(world), good)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zerolab.course.columns import derived_and_counted, held_and_sent, on_the_wire
 from zerolab.course.identify import name_it
 from zerolab.course.partition import greedy_shards, row_shards
 from zerolab.practice.gpt import GPT
@@ -70,22 +71,17 @@ class PeerComparison:
             f"{self.peer} on {self.ranks} ranks, {self.params:,} parameters: {self.named}",
             f"recipe {self.recipe}; {self.rule}",
             "",
-            f"{'bytes of rank 0':<30}{'derived':>12}{'counted':>12}",
+            *derived_and_counted(
+                "bytes of rank 0", held_and_sent(self.held_bytes, self.sent_bytes)
+            ),
         ]
-        for title, sizes in (("held", self.held_bytes), ("sent in a step", self.sent_bytes)):
-            for name, predicted in sizes["predicted"].items():
-                measured = sizes["measured"][name]
-                same = "" if predicted == measured else "   <- not the same"
-                words = f"{title}: {name.replace('_', ' ')}"
-                lines.append(f"{words:<30}{predicted:>12,}{measured:>12,}{same}")
-        wire = self.wire_reason if self.wire_bytes is None else f"{self.wire_bytes:,}"
         return "\n".join(
             [
                 *lines,
                 "",
                 f"held besides, such as counters of steps: {self.besides_bytes:,} bytes",
                 f"peak inside a step, activations included: {self.peak_bytes:,} bytes",
-                f"on the wire, packet headers included: {wire} bytes per rank and step",
+                on_the_wire(self.wire_bytes, self.wire_reason),
             ]
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerolab.course.advice import what_would_help
+from zerolab.course.columns import derived_and_counted, held_and_sent, on_the_wire
 from zerolab.practice.gpt import num_parameters
 from zerolab.practice.measure import STAGES, Count, Job, count, train_in_one_process
 from zerolab.practice.precision import precision_of
@@ -67,14 +68,8 @@ class Comparison:
                 f"(+ {self.padding} padding), recipe {self.recipe}"
             ),
             "",
-            f"{'bytes per rank':<30}{'derived':>12}{'counted':>12}",
+            *derived_and_counted("bytes per rank", held_and_sent(self.held_bytes, self.sent_bytes)),
         ]
-        for title, sizes in (("held", self.held_bytes), ("sent in a step", self.sent_bytes)):
-            for name, predicted in sizes["predicted"].items():
-                measured = sizes["measured"][name]
-                same = "" if predicted == measured else "   <- not the same"
-                words = f"{title}: {name.replace('_', ' ')}"
-                lines.append(f"{words:<30}{predicted:>12,}{measured:>12,}{same}")
         return "\n".join(
             [
                 *lines,
@@ -91,13 +86,10 @@ class Comparison:
         """The table, and what differs a little from run to run and from system to system."""
         half = precision_of(self.recipe).working == torch.float16
         scaled = "\nthe loss is not scaled here; zerolab train does that" if half else ""
-        wire = f"not counted, as {self.wire_reason}"
-        if self.wire_bytes is not None:
-            wire = f"{self.wire_bytes:,} bytes per rank and step"
         return (
             f"{self.table()}\n"
             f"peak inside a step, activations included: {self.peak_bytes:,} bytes\n"
-            f"on the wire, packet headers included: {wire}{scaled}"
+            f"{on_the_wire(self.wire_bytes, self.wire_reason)}{scaled}"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zerolab.course.columns import derived_and_counted
 from zerolab.practice.measure import Job, train_in_one_process
 from zerolab.practice.offload import Offload
 from zerolab.practice.offload_count import OffloadCount, count_offloaded
@@ -64,14 +65,12 @@ class OffloadComparison:
             f"stage {self.stage} on {self.ranks} ranks, {self.params:,} parameters, {self.recipe}",
             f"optimizer states: {o.optimizer}; parameters: {o.parameters}; schedule: {o.schedule}",
             "",
-            f"{'bytes per rank':<42}{'derived':>12}{'counted':>12}",
+            *derived_and_counted(
+                "bytes per rank",
+                [(title, sizes, self.measured[title]) for title, sizes in self.predicted.items()],
+                width=42,
+            ),
         ]
-        for title, sizes in self.predicted.items():
-            for name, predicted in sizes.items():
-                counted = self.measured[title][name]
-                same = "" if predicted == counted else "   <- not the same"
-                words = f"{title}: {name.replace('_', ' ')}"
-                lines.append(f"{words:<42}{predicted:>12,}{counted:>12,}{same}")
         kind = "one process that delays likewise" if o.schedule == "delayed" else "one process"
         bits = f"weights after {self.steps} steps are those of {kind}, bit for bit"
         lines += [

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zerolab.course.columns import derived_and_counted, held_and_sent
 from zerolab.course.compare import compare
 from zerolab.course.partition import row_shards
 from zerolab.practice.architectures import architecture
@@ -81,14 +82,10 @@ class DryComparison:
             f"a dry run, counted as rank {self.rank:,}",
             f"empty shards of the last rank: {self.empty_shards:,}",
             "",
-            f"{'bytes per rank':<30}{'derived':>20}{'counted':>20}",
+            *derived_and_counted(
+                "bytes per rank", held_and_sent(self.held_bytes, self.sent_bytes), digits=20
+            ),
         ]
-        for title, sizes in (("held", self.held_bytes), ("sent in a step", self.sent_bytes)):
-            for name, predicted in sizes["predicted"].items():
-                measured = sizes["measured"][name]
-                same = "" if predicted == measured else "   <- not the same"
-                words = f"{title}: {name.replace('_', ' ')}"
-                lines.append(f"{words:<30}{predicted:>20,}{measured:>20,}{same}")
         lines += ["", f"held: {self.times_fair:.5f} of an N-th of the whole"]
         lines += [f"  {row}" for row in self.uneven]
         lines += ["", f"peak inside a step, {self.peak_bytes:,} bytes ({self.peak_by}):"]
