@@ -330,21 +330,22 @@ def test_an_answer_that_exits_or_never_ends_gets_a_verdict(monkeypatch):
 
 
 def test_the_start_of_the_ranks_is_not_the_answer_s_time(monkeypatch):
-    from zerolab.course.checks import core, on_ranks
+    from zerolab.course import kept
+    from zerolab.course.checks import core
 
     seen = []
 
-    class Slow(on_ranks.World):
+    class Slow(kept.World):
         def run(self, fn, *args, **kwargs):
-            if fn is on_ranks._ready:
+            if fn is kept._ready:
                 seen.append(core.signal.getitimer(core.signal.ITIMER_REAL)[0])
             return super().run(fn, *args, **kwargs)
 
-    monkeypatch.setattr(on_ranks, "World", Slow)
-    monkeypatch.setattr(on_ranks, "_kept", {})
-    monkeypatch.setattr(on_ranks, "_used", set())
+    monkeypatch.setattr(kept, "World", Slow)
+    monkeypatch.setattr(kept, "_kept", {})
+    monkeypatch.setattr(kept, "_used", set())
     expect("05.4", step, 4)
-    for world in on_ranks._kept.values():
+    for world in kept._kept.values():
         world.close()
     assert seen == [0.0] * 2, "four ranks, and three"
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolab.commands.bench import add_bench
+from zerolab.commands.grade import add_grade
 from zerolab.commands.identify import add_identify
 from zerolab.commands.measure import add_measure
 from zerolab.commands.offload import print_rates
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add_identify(commands)
     add_train(commands)
     add_bench(commands)
+    add_grade(commands)
     return parser
 
 

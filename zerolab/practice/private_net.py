@@ -23,8 +23,6 @@ INTERFACE_REQUEST = "16sh14x"  # struct ifreq: name, flags, the rest unused
 
 def enter_private_network() -> None:
     """Move this process into a network with only a loopback; raise OSError where that is denied."""
-    import fcntl
-
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
@@ -33,7 +31,14 @@ def enter_private_network() -> None:
     for name, text in maps.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:  # as `ip link set lo up` does
+    raise_loopback()
+
+
+def raise_loopback() -> None:
+    """Turn on the loopback of a network that is new, as `ip link set lo up` does."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         answer = fcntl.ioctl(query, SIOCGIFFLAGS, struct.pack(INTERFACE_REQUEST, b"lo", 0))
         flags = struct.unpack(INTERFACE_REQUEST, answer)[1]
         fcntl.ioctl(query, SIOCSIFFLAGS, struct.pack(INTERFACE_REQUEST, b"lo", flags | IFF_UP))

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from zerolab.course.kept import crowd
 from zerolab.course.progress import record
 
 NOT_ATTEMPTED, FAILED, PASSED = "not attempted", "not yet", "passed"
@@ -50,6 +51,27 @@ class Wrong(Exception):
     def __init__(self, difference: str, misconception: str = "", points: float = 0) -> None:
         super().__init__(difference)
         self.difference, self.misconception, self.points = difference, misconception, points
+
+
+class Elsewhere:
+    """A learner's function that lives in another process: a call asks there, and waits.
+
+    Where grades are made, a judge is handed these in place of the functions.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def run_on_ranks(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        ranks: list[int] | None,
+        size: int,
+        ready: Callable[[], None] | None,
+    ) -> list[Any]:
+        """The results by rank of `function(*args)`, on ranks there; raises as `World.run`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -185,11 +207,16 @@ def check(number: str, answer: Any, learner: str = "") -> Verdict:
     `learner` is the id whose numbers the answer is for, see `given`. Raises ValueError for an
     exercise that does not exist. An attempt is noted in the learner's progress.
     """
-    task = find(number)
-    verdict = _judged(task, answer, *([given(number, learner)] if task.choices else []))
+    verdict = judged(number, answer, learner)
     if verdict.status != NOT_ATTEMPTED:
         record(number, float(verdict))
     return verdict
+
+
+def judged(number: str, answer: Any, learner: str = "") -> Verdict:
+    """What `check` says, without a note in anybody's progress."""
+    task = find(number)
+    return _judged(task, answer, *([given(number, learner)] if task.choices else []))
 
 
 def _judged(task: Exercise, answer: Any, *numbers: Given) -> Verdict:
@@ -222,14 +249,6 @@ def _same_torch() -> contextlib.AbstractContextManager[Any]:
     """Gradients are on inside, and afterwards as before, whatever an answer leaves behind."""
     torch = sys.modules.get("torch")  # a lesson of formulas may do without it
     return torch.enable_grad() if torch else contextlib.nullcontext()
-
-
-def crowd() -> float:
-    """Processes for each core just now, at least 1: a busy machine must not look like a hang."""
-    try:
-        return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    except (AttributeError, OSError):  # Windows, and systems that do not say
-        return 1.0
 
 
 @contextlib.contextmanager
@@ -272,6 +291,8 @@ def _stopped(error: BaseException, answer: Any) -> str:
     what = f"{type(error).__name__}: {error}"
     if not callable(answer):
         return f"This answer cannot be read: {what}"
+    if line := getattr(error, "learners_line", ""):
+        return f"Your code stopped: {what}, in {line}"
     own_file = getattr(getattr(answer, "__code__", None), "co_filename", None)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == own_file:

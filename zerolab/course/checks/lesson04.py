@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise, type_of
 from zerolab.course.checks.numbers import Slip, expect_bytes
+from zerolab.course.checks.on_ranks import beside
 from zerolab.practice.meter import Meter
 
 
@@ -109,11 +111,7 @@ PIECES = {
 )
 def make_states(answer: Any) -> None:
     start = torch.randn(1001, generator=torch.Generator().manual_seed(0))
-    given = [start.clone()]
-    with Meter() as meter:
-        states = answer(given.pop())
-        gc.collect()
-        held = meter.held()["total"]
+    states, held = beside(made_and_held, answer, start)
     _well_formed(states, start)
     expect_own_memory(states)
     right = 16 * start.numel()
@@ -122,6 +120,16 @@ def make_states(answer: Any) -> None:
             f"Your function leaves {held} bytes alive for 1001 parameters; {right} are the states.",
             "Something else is still held, such as a copy that nobody needs any more.",
         )
+
+
+def made_and_held(make: Callable[..., Any], start: Tensor, *args: Any) -> tuple[Any, int]:
+    """What `make(start, *args)` returns, and the bytes that are alive when only that is kept."""
+    given = [start.clone()]
+    with Meter() as meter:
+        made = make(given.pop(), *args)
+        gc.collect()
+        held = meter.held()["total"]
+    return made, held
 
 
 def expect_own_memory(pieces: dict[str, Tensor]) -> None:

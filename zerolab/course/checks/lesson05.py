@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import operator
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise, type_of
-from zerolab.course.checks.lesson04 import expect_own_memory
+from zerolab.course.checks.lesson04 import expect_own_memory, made_and_held
 from zerolab.course.checks.numbers import Slip, expect_bytes
-from zerolab.practice.meter import Meter
+from zerolab.course.checks.on_ranks import beside
 from zerolab.practice.sharding import shard_numel, shard_of, shard_range
 
 SIZES = [(12, 4), (10, 4), (9, 4), (104_333, 3), (2, 4), (1, 1), (5, 8), (57, 2)]
@@ -121,11 +120,7 @@ def own_states(answer: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(world_size * length, generator=generator)
         mine = shard_of(start, world_size, rank)
-        given = [start.clone()]
-        with Meter() as meter:
-            states = answer(given.pop(), world_size, rank)
-            gc.collect()
-            held = meter.held()["total"]
+        states, held = beside(made_and_held, answer, start, world_size, rank)
         _three_shards(states, mine, start, rank)
         expect_own_memory(dict(zip(("master", "momentum", "variance"), states, strict=True)))
         if held > 12 * length:

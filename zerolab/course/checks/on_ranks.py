@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from zerolab.course.checks.core import STUB, Wrong, before_each_check, crowd, untimed
-from zerolab.practice.world import RankError, RankTimeout, World, start_server
+from zerolab.course import kept
+from zerolab.course.checks.core import STUB, Elsewhere, Wrong, before_each_check, untimed
+from zerolab.practice.world import RankError, RankTimeout
 
 RANKS = 4
-TIMEOUT_S = 4.0
-START_S = 60.0  # for new ranks to come up, on a busy machine: not the answer's time
-_kept: dict[int, World] = {}
-_used: set[int] = set()
-
-
-@before_each_check
-def _renew() -> None:
-    """Whatever the last answer did to the ranks, the next one does not meet it."""
-    while _used:
-        size = _used.pop()
-        try:
-            _kept[size].restart()
-        except RuntimeError:
-            del _kept[size]
+before_each_check(kept.renew)
 
 
 def on_four_and_three(trial: Callable[[int], None]) -> None:
@@ -45,20 +32,18 @@ def on_four_and_three(trial: Callable[[int], None]) -> None:
         ) from None
 
 
-def _ready() -> None:
-    """Runs on a rank, to say that the rank is there."""
-
-
 def on_ranks(
     function: Callable[..., Any],
     *args: Any,
     ranks: list[int] | None = None,
     size: int = RANKS,
-    ready: Callable[[], None] = _ready,
+    ready: Callable[[], None] | None = None,
 ) -> list[Any]:
     """The results by rank of `function(*args)` in a world of that size, or on some of its ranks.
 
-    `ready` runs first on ranks that are new, outside of the answer's time: slow imports.
+    `ready` runs first on ranks that are new, outside of the answer's time: slow imports. Where
+    grades are made, what is tried together with a learner's function runs on ranks where that
+    function lives, and the rest on ranks that never met it.
 
     Raises Wrong where the learner's code raised or did not come back, with its own last line;
     NotImplementedError where it is still the stub.
@@ -67,17 +52,12 @@ def on_ranks(
         if module.startswith("zerolab.course."):
             # By value: else each fresh rank would import all checks, and sympy with them.
             cloudpickle.register_pickle_by_value(sys.modules[module])
-    with untimed():
-        if size not in _kept:
-            start_server()
-            _kept[size] = World(size, timeout=TIMEOUT_S)
-            _kept[size].private = True
-        if size not in _used:
-            _kept[size].run(ready, timeout=START_S)
-    _used.add(size)
-    limit_s = TIMEOUT_S * crowd()
+    limit_s = kept.limit_s()
     try:
-        return _kept[size].run(function, *args, ranks=ranks, timeout=limit_s)
+        if (far := next(_elsewhere(args), None)) is not None:
+            with untimed():
+                return far.run_on_ranks(function, args, ranks, size, ready)
+        return kept.run(size, function, *args, ranks=ranks, ready=ready, starting=untimed)
     except RankTimeout as error:
         raise Wrong(
             f"The ranks did not come back within {limit_s:.0f} seconds.",
@@ -88,6 +68,24 @@ def on_ranks(
         if f"NotImplementedError: {STUB}" in str(error):
             raise NotImplementedError(STUB) from None
         raise Wrong(f"Your code stopped on {error}{_own_line(error.where)}") from None
+
+
+def beside(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in the process of the learner's function, where its memory can be counted.
+
+    That is this process; where grades are made, a rank of its own. Raises as `on_ranks` does.
+    """
+    if any(_elsewhere(args)):
+        return on_ranks(function, *args, size=1)[0]
+    return function(*args)
+
+
+def _elsewhere(values: Iterable[Any]) -> Iterator[Elsewhere]:
+    for value in values:
+        if isinstance(value, Elsewhere):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _elsewhere(value)
 
 
 def _own_line(where: str) -> str:

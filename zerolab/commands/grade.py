@@ -1,0 +1,91 @@
+"""zerolab grade: a folder of notebooks in, grades and feedback out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_grade(commands: Any) -> None:
+    grade = commands.add_parser("grade", help="grade a folder of learners' notebooks")
+    grade.add_argument("folder", type=Path, metavar="DIR", help="as in DIR/ada/05_stage_1.ipynb")
+    grade.add_argument("--out", type=Path, help="write the table here; a second run goes on")
+    grade.add_argument("--feedback", type=Path, metavar="DIR", help="write a page for each learner")
+    grade.add_argument("--json", action="store_true", help="print each notebook's grade as JSON")
+    grade.add_argument("--class", type=Path, dest="class_list", metavar="FILE",
+                       help="CSV of learners, column student: all of them get a row")  # fmt: skip
+    grade.add_argument("--lessons", type=Path, metavar="DIR", help="the lessons as released")
+    grade.add_argument("-j", type=int, default=2, metavar="N", help="notebooks at once (default 2)")
+    grade.set_defaults(run=run)
+
+
+def run(a: argparse.Namespace) -> int:
+    """Exit 0 where every notebook could be graded, 1 where one could not."""
+    from zerolab.course.grading import classroom, report, sandbox
+
+    if a.j < 1:
+        raise ValueError(f"-j must be at least 1, not {a.j}")
+    release = a.lessons or classroom.released()
+    lessons = list(classroom.lessons_in(release))
+    everybody = classroom.read_class_list(a.class_list) if a.class_list else []
+    found = classroom.find_submissions(a.folder, lessons)
+    if why := sandbox.trusted_only():
+        print(
+            f"zerolab grade: warning: no sandbox here ({why}): learners' code runs with your "
+            "rights. Grade on Linux, in a container or a virtual machine of its own.",
+            file=sys.stderr,
+        )
+    kept = a.out.with_suffix(".parts") if a.out else None
+    told = _Told()
+    try:
+        grades = classroom.grade_class(found, release, classroom.Store(kept), a.j, told)
+    except KeyboardInterrupt:
+        after = f"run it again to go on, {kept} has them" if kept else "with --out they are kept"
+        raise KeyboardInterrupt(f"stopped after {told.done} of {len(found)}; {after}") from None
+    finally:
+        told.end()
+    rows = report.table(grades, everybody)
+    if a.out:
+        report.write_csv(a.out, rows)
+    if a.feedback:
+        report.write_feedback(a.feedback, grades)
+    if a.json:
+        print(json.dumps([graded.as_dict() for graded in grades], indent=2))
+    elif a.out:
+        print(f"{len(grades)} notebooks of {len(rows) - 1} learners: {a.out}")
+    else:
+        print(_as_text(rows))
+    for name in sorted({graded.student for graded in grades} - set(everybody)) if everybody else []:
+        print(f"zerolab grade: {name} is not in {a.class_list}", file=sys.stderr)
+    return 1 if any(graded.error for graded in grades) else 0
+
+
+def _as_text(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class _Told:
+    """The progress bar, where somebody watches."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.speaks = sys.stderr.isatty()
+
+    def __call__(self, graded: Any, done: int, total: int) -> None:
+        self.done = done
+        if self.speaks:
+            bar = "#" * (30 * done // total)
+            last = f"{graded.student} {graded.notebook}"[:40]
+            print(f"\r[{bar:30}] {done} of {total}  {last:40}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.speaks and self.done:
+            print(file=sys.stderr)

@@ -1,0 +1,311 @@
+"""Grades a class: finds the notebooks, has workers grade them, and keeps what is done already."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import json
+import os
+import queue
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zerolab
+from zerolab.course.grading import channel
+from zerolab.course.grading.notebook import Graded, Result, lessons_in, nothing, result
+from zerolab.course.grading.submission import Lesson, Unreadable, code_cells, read
+
+SILENCE_S = 300.0  # of a worker; the sandboxes' own limits are far below
+FLAT = re.compile(r"(?P<student>.+?)[-_ ]+(?P<lesson>\d\d_.+)")
+Told = Callable[[Graded, int, int], None]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One notebook of one student for one lesson; `refused` says why it is not graded."""
+
+    student: str
+    path: Path
+    lesson: Lesson | None
+    refused: str = ""
+
+
+@dataclass
+class Store:
+    """Grades that stand already, one file each, so that a run that was stopped can go on."""
+
+    folder: Path | None
+    _rules: str = field(default="", init=False)
+
+    def key(self, submission: Submission, lesson_file: Path) -> Path | None:
+        """The file for this notebook under these rules: it changes with either."""
+        if self.folder is None:
+            return None
+        if not self._rules:
+            sources = sorted(Path(zerolab.__file__).parent.glob("course/**/*.py"))
+            self._rules = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
+        parts = [self._rules.encode(), lesson_file.read_bytes(), submission.path.read_bytes(),
+                 submission.student.encode()]  # fmt: skip
+        digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
+        return self.folder / f"{digest.hexdigest()[:32]}.json"
+
+    def load(self, key: Path | None) -> Graded | None:
+        """What is kept, or None; a file that was cut off counts for nothing."""
+        try:
+            kept = json.loads(key.read_text(encoding="utf-8")) if key else None
+            if kept is None:
+                return None
+            return graded_from(kept)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def save(self, key: Path | None, graded: Graded) -> None:
+        """Whole or not at all."""
+        if key is None:
+            return
+        key.parent.mkdir(parents=True, exist_ok=True)
+        fresh = key.with_suffix(".new")
+        fresh.write_text(json.dumps(graded.as_dict()), encoding="utf-8")
+        os.replace(fresh, key)
+
+
+def graded_from(kept: dict[str, Any]) -> Graded:
+    """What `Graded.as_dict` wrote."""
+    exercises = [Result(**one) for one in kept["exercises"]]
+    return Graded(**{**kept, "exercises": exercises})
+
+
+def released() -> Path:
+    """The lessons beside this package, or in the folder where one works."""
+    beside = Path(zerolab.__file__).parents[1] / "lessons"
+    return beside if beside.is_dir() else Path("lessons")
+
+
+def find_submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission]:
+    """All notebooks below a folder: STUDENT/…/05_stage_1.ipynb, or STUDENT_05_stage_1.ipynb.
+
+    Raises ValueError, in one sentence, where there is none.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: name the one with the learners' notebooks")
+    paths = sorted(
+        path for path in folder.rglob("*.ipynb")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )  # fmt: skip
+    if not paths:
+        raise ValueError(
+            f"{folder} holds no notebooks: put each learner's into a folder named by their id, "
+            "as in ada/05_stage_1.ipynb"
+        )
+    found = [_recognise(path, folder, lessons) for path in paths]
+    return sorted(_once_each(found), key=lambda s: (s.student, str(s.path)))
+
+
+def _recognise(path: Path, folder: Path, lessons: Sequence[Lesson]) -> Submission:
+    inner = path.relative_to(folder).parts
+    flat = FLAT.fullmatch(path.stem) if len(inner) == 1 else None
+    student = inner[0] if len(inner) > 1 else flat["student"] if flat else folder.resolve().name
+    stem = flat["lesson"] if flat else path.stem
+    number = re.match(r"\d\d(?=\D|$)", stem)
+    by_name = [lesson for lesson in lessons if number and lesson.name[:2] == number[0]]
+    if by_name:
+        return Submission(student, path, by_name[0])
+    try:
+        names = {cell.name for cell in code_cells(read(path))}
+    except (Unreadable, OSError) as error:
+        return Submission(student, path, None, str(error))
+    shared = [len(names & set(lesson.checks)) for lesson in lessons]
+    if not max(shared):
+        why = "it has none of this course's exercises, and its name begins with no lesson's number"
+        return Submission(student, path, None, why)
+    return Submission(student, path, lessons[shared.index(max(shared))])
+
+
+def _once_each(found: list[Submission]) -> Iterator[Submission]:
+    """Of several notebooks of one learner for one lesson the newest counts."""
+    by_lesson: dict[tuple[str, str], list[Submission]] = {}
+    for one in found:
+        if one.lesson is None:
+            yield one
+        else:
+            by_lesson.setdefault((one.student, one.lesson.name), []).append(one)
+    for several in by_lesson.values():
+        several.sort(key=lambda s: (s.path.stat().st_mtime, str(s.path)))
+        newest = several[-1]
+        yield newest
+        for older in several[:-1]:
+            why = f"{newest.path.name} of the same learner is newer, and is what was graded"
+            yield Submission(older.student, older.path, None, f"{older.path.name}: {why}")
+
+
+def read_class_list(path: Path) -> list[str]:
+    """The learners' ids from a CSV with a column "student". ValueError, in one sentence."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            columns = rows.fieldnames or []
+            if "student" not in columns:
+                raise ValueError(
+                    f"{path} has no column student, only {', '.join(columns) or 'nothing'}: "
+                    "name the column of the learners' ids so"
+                )
+            return [name for row in rows if (name := (row["student"] or "").strip())]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read as CSV: {error}") from None
+
+
+def grade_class(
+    submissions: Sequence[Submission],
+    folder: Path,
+    store: Store,
+    workers: int = 2,
+    told: Told = lambda *_: None,
+) -> list[Graded]:
+    """Grades all, in order of students and lessons. Whatever is in one stops none of the others.
+
+    `folder` holds the released lessons. `told` hears of each grade, with how many are done of all.
+    """
+    grades: dict[int, Graded] = {}
+    jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
+    lock, stop = threading.Lock(), threading.Event()
+
+    def settle(place: int, graded: Graded) -> None:
+        with lock:
+            grades[place] = graded
+            told(graded, len(grades), len(submissions))
+
+    keys: dict[int, Path | None] = {}
+    for place, one in enumerate(submissions):
+        if one.lesson is None:
+            settle(place, Graded(one.student, one.path.name, error=one.refused))
+            continue
+        keys[place] = store.key(one, folder / f"{one.lesson.name}.ipynb")
+        if kept := store.load(keys[place]):
+            settle(place, kept)
+        else:
+            jobs.put(place)
+
+    def work() -> None:
+        with _Worker() as worker:
+            while not stop.is_set():
+                try:
+                    place = jobs.get_nowait()
+                except queue.Empty:
+                    return
+                one = submissions[place]
+                assert one.lesson
+                graded = worker.grade(one, one.lesson, folder / f"{one.lesson.name}.ipynb", stop)
+                if graded:
+                    store.save(keys[place], graded)
+                    settle(place, graded)
+
+    threads = [threading.Thread(target=work) for _ in range(min(workers, jobs.qsize()))]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(0.1)
+    except BaseException:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        raise
+    return [grades[place] for place in sorted(grades)]
+
+
+class _Worker:
+    """A process that judges; after one that fell silent the next begins where it was."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def grade(
+        self, one: Submission, lesson: Lesson, release: Path, stop: threading.Event
+    ) -> Graded | None:
+        """The grade; None where `stop` was set before there was one."""
+        done: list[Result] = []
+        for _ in range(len(lesson.exercises) + 1):
+            try:
+                return self._ask(one, release, done, stop)
+            except (OSError, EOFError, channel.Garbled):
+                self.close()
+                if stop.is_set():
+                    return None
+            judged = {result.id for result in done}
+            left = [exercise for exercise in lesson.exercises if exercise not in judged]
+            if not left:
+                break
+            why = "the judge of this exercise did not come to an end: see what the answer returns"
+            done.append(result(left[0], 0, why))
+        return nothing(lesson, one.student, f"{one.path.name}: the grader itself failed on it")
+
+    def _ask(
+        self, one: Submission, release: Path, done: list[Result], stop: threading.Event
+    ) -> Graded:
+        if self._process is None:
+            command = [sys.executable, "-m", "zerolab.course.grading.worker"]
+            places = os.pathsep.join(p for p in sys.path if p)
+            environment = {**os.environ, "PYTHONPATH": places, "ZEROLAB_PROGRESS": "off"}
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        process = self._process
+        assert process.stdin and process.stdout
+        request = {"lesson": str(release), "path": str(one.path), "student": one.student,
+                   "done": [vars(result) for result in done]}  # fmt: skip
+        channel.send(process.stdin, request)  # type: ignore[arg-type]
+        out = process.stdout.fileno()
+        while True:
+            heard = time.monotonic()
+
+            def piece(size: int, heard: float = heard) -> bytes:
+                got = b""
+                while len(got) < size:
+                    if stop.is_set() or time.monotonic() > heard + SILENCE_S:
+                        raise OSError("silent")
+                    if select.select([out], [], [], 0.2)[0]:
+                        more = os.read(out, size - len(got))
+                        if not more:
+                            raise EOFError
+                        got += more
+                return got
+
+            message, _ = channel.receive(piece)
+            if "graded" in message:
+                return graded_from(message["graded"])
+            done.append(Result(**message["result"]))
+
+    def close(self) -> None:
+        """Ends the worker, and with it its sandboxes."""
+        if self._process is None:
+            return
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._process = None
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+__all__ = ["Store", "Submission", "find_submissions", "grade_class", "lessons_in"]

@@ -1,0 +1,67 @@
+"""Worlds that checks keep: one of each size, whose ranks start anew before they meet new code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from zerolab.practice.world import World, start_server
+
+TIMEOUT_S = 4.0  # for what a check runs on ranks
+START_S = 60.0  # for new ranks to come up, on a busy machine: not the answer's time
+CROWDED = 8.0  # beyond that nobody wants to wait for the verdict
+_kept: dict[int, World] = {}
+_used: set[int] = set()
+
+
+def crowd() -> float:
+    """Processes for each core just now, from 1 to CROWDED: a busy machine is not a hang."""
+    try:
+        return min(CROWDED, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    except (AttributeError, OSError):  # Windows, and systems that do not say
+        return 1.0
+
+
+def renew() -> None:
+    """Whatever the last code did to the ranks, the next one does not meet it."""
+    while _used:
+        size = _used.pop()
+        try:
+            _kept[size].restart()
+        except RuntimeError:
+            del _kept[size]
+
+
+def _ready() -> None:
+    """Runs on a rank, to say that the rank is there."""
+
+
+def run(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: list[int] | None,
+    ready: Callable[[], None] | None,
+    starting: Callable[[], contextlib.AbstractContextManager[None]],
+) -> list[Any]:
+    """The results by rank of `function(*args)`. RankError, RankTimeout as from `World.run`.
+
+    `ready` runs first on ranks that are new, outside of the code's time: slow imports. `starting`
+    is entered while ranks start.
+    """
+    with starting():
+        if size not in _kept:
+            start_server()
+            _kept[size] = World(size, timeout=TIMEOUT_S)
+            _kept[size].private = True
+        if size not in _used:
+            _kept[size].run(ready or _ready, timeout=START_S)
+    _used.add(size)
+    return _kept[size].run(function, *args, ranks=ranks, timeout=limit_s())
+
+
+def limit_s() -> float:
+    """Seconds that code may take on ranks, on this machine just now."""
+    return TIMEOUT_S * crowd()
