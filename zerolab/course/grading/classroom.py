@@ -107,7 +107,14 @@ def find_submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission
             "as in ada/05_stage_1.ipynb"
         )
     found = [_recognise(path, folder, lessons) for path in paths]
+    for inner in sorted(folder.iterdir()):
+        if inner.is_dir() and inner.name[0] not in "._" and inner.name not in _students(found):
+            found.append(Submission(inner.name, inner, None, "its folder holds no notebook"))
     return sorted(_once_each(found), key=lambda s: (s.student, str(s.path)))
+
+
+def _students(found: Sequence[Submission]) -> set[str]:
+    return {one.student for one in found}
 
 
 def _recognise(path: Path, folder: Path, lessons: Sequence[Lesson]) -> Submission:
@@ -131,7 +138,8 @@ def _recognise(path: Path, folder: Path, lessons: Sequence[Lesson]) -> Submissio
 
 
 def _once_each(found: list[Submission]) -> Iterator[Submission]:
-    """Of several notebooks of one learner for one lesson the newest counts."""
+    """Of several notebooks of one learner for one lesson the one with its name counts, or else the
+    newest."""
     by_lesson: dict[tuple[str, str], list[Submission]] = {}
     for one in found:
         if one.lesson is None:
@@ -139,12 +147,17 @@ def _once_each(found: list[Submission]) -> Iterator[Submission]:
         else:
             by_lesson.setdefault((one.student, one.lesson.name), []).append(one)
     for several in by_lesson.values():
-        several.sort(key=lambda s: (s.path.stat().st_mtime, str(s.path)))
-        newest = several[-1]
-        yield newest
-        for older in several[:-1]:
-            why = f"{newest.path.name} of the same learner is newer, and is what was graded"
-            yield Submission(older.student, older.path, None, f"{older.path.name}: {why}")
+        several.sort(key=_precedence)
+        chosen = several[-1]
+        yield chosen
+        for other in several[:-1]:
+            why = f"{other.path.name} is not graded, but {chosen.path.name} of the same learner"
+            yield Submission(other.student, other.path, None, why)
+
+
+def _precedence(one: Submission) -> tuple[bool, float, str]:
+    named = one.lesson is not None and one.path.stem == one.lesson.name
+    return named, one.path.stat().st_mtime, str(one.path)
 
 
 def read_class_list(path: Path) -> list[str]:
