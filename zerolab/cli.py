@@ -16,6 +16,7 @@ from zerolab.commands.identify import add_identify
 from zerolab.commands.measure import add_measure
 from zerolab.commands.offload import print_rates
 from zerolab.commands.plan import add_plan
+from zerolab.commands.release import add_release
 from zerolab.commands.train import add_train
 
 
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add_identify(commands)
     add_train(commands)
     add_bench(commands)
+    add_release(commands)
     return parser
 
 
