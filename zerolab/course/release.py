@@ -15,7 +15,7 @@ from zerolab.course.derive import DeriveError, check
 # Copied as they are, those of them that a clone has.
 WHOLE = ("pyproject.toml", "constraints.txt", "environment.yml", "LICENSE", ".gitignore")
 # For instructors alone: they read solutions, or hold answers that are nearly right.
-WITHHELD = re.compile(r"zerolab/course/(pretend|nbgrader_course)\b")
+WITHHELD = re.compile(r"zerolab/course/(pretend\w*|nbgrader_course)\.py$")
 # Of the Makefile, the paragraphs that begin with one of these; of the README, all but these parts.
 RULES = ("PYTHON ?=", "VENV :=", "lab:", "clean:", "$(VENV)/lab.ready", "# Makes", "# A ready file")
 NOT_FOR_LEARNERS = ("Teach with it", "How it is built")
