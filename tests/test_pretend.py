@@ -107,6 +107,12 @@ def test_every_lesson_has_a_class_whose_points_follow_from_what_was_filled_in(pa
         }
 
 
+def test_whoever_is_half_right_is_neither_all_right_nor_all_wrong(lesson):
+    halves = [each for each in make_class(lesson, 200, 0) if each.kind == "half"]
+    assert len(halves) > 50
+    assert all(0 < sum(each.points.values()) < 10 for each in halves)
+
+
 @pytest.mark.parametrize(
     ("number", "body", "points"),
     [(n, *each) for n, bodies in NEAR_MISSES.items() for each in bodies]
