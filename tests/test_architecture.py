@@ -24,7 +24,7 @@ ENGINE += ["sharding", "adamw", "comm"]
 LAUNCHER = ["world", "rank", "group", "launch", "report", "attached", "private_net"]
 LAUNCHER += ["magic", "system"]
 WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
-CLASSROOM = ["release", "pretend", "pretend_hostile", "nbgrader_course"]
+CLASSROOM = ["release", "pretend", "pretend_answers", "pretend_hostile", "nbgrader_course"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
     # 80 of them for what offload holds in each tier and moves over each edge, 80 for the

@@ -18,7 +18,8 @@ from nbgrader.utils import compute_checksum, determine_grade
 
 from zerolab.course import nbgrader_course
 from zerolab.course.nbgrader_course import ForLearner, VerdictAlone, main, make_course
-from zerolab.course.pretend import NEAR_MISSES, Lesson
+from zerolab.course.pretend import Lesson
+from zerolab.course.pretend_answers import NEAR_MISSES
 from zerolab.course.pretend_hostile import HARM
 from zerolab.course.release import ReleaseError
 

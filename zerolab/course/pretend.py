@@ -25,6 +25,7 @@ from typing import Any
 import nbformat
 
 from zerolab.course.derive import STUB, derive, read, without_outputs
+from zerolab.course.pretend_answers import NEAR_MISSES, STUCK
 from zerolab.course.pretend_hostile import CHEATS, HARM, Cheat
 from zerolab.course.release import ReleaseError, find_clone
 
@@ -33,46 +34,6 @@ BROKEN = (
     "not a notebook", "cells removed", "cells twice", "cells in another order", "ids renamed",
     "another language", "an old release", "submitted twice", "nothing submitted",
 )  # fmt: skip
-# Near misses whose points the tests of the checks state: exercise -> [(body, points)].
-NEAR_MISSES: dict[str, list[tuple[str, float]]] = {
-    "05.1": [("return 5.5", 0), ("return 16", 0), ("return 4", 0)],
-    "05.2": [
-        ("length = numel // world_size\nreturn rank * length, (rank + 1) * length", 0),
-        ("length = -(-numel // world_size)\nreturn rank * length, (rank + 1) * length", 0),
-    ],
-    "05.3": [
-        (
-            (
-                "master = shard_of(weights, world_size, rank)\n"
-                "return master, torch.zeros_like(master), torch.zeros_like(master)"
-            ),
-            0,
-        ),
-        ("return weights, torch.zeros_like(weights), torch.zeros_like(weights)", 0),
-    ],
-    "05.4": [
-        (
-            (
-                "comm.all_reduce(own.full_grads)\n"
-                "own.adamw.update(own.grad_shard, scale=1 / comm.world_size)\n"
-                "own.param_shard.copy_(own.adamw.master)\n"
-                "comm.all_gather(own.full_params, own.param_shard)"
-            ),
-            2,
-        ),
-        (
-            (
-                "comm.reduce_scatter(own.grad_shard, own.full_grads)\n"
-                "own.adamw.update(own.grad_shard, scale=1)\n"
-                "own.param_shard.copy_(own.adamw.master)\n"
-                "comm.all_gather(own.full_params, own.param_shard)"
-            ),
-            0,
-        ),
-    ],
-    "05.5": [('return "66.6 GB"', 0), ('return "26 GB"', 0), ('return "208 GB"', 0)],
-}
-STUCK = 'raise ValueError("I am stuck here")'
 
 
 @dataclass(frozen=True)
