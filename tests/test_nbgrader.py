@@ -20,7 +20,6 @@ from zerolab.course import nbgrader_course
 from zerolab.course.nbgrader_course import ForLearner, VerdictAlone, main, make_course
 from zerolab.course.pretend import Lesson
 from zerolab.course.pretend_answers import NEAR_MISSES
-from zerolab.course.pretend_hostile import HARM
 from zerolab.course.release import ReleaseError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +57,7 @@ def submissions() -> dict[str, nbformat.NotebookNode]:
     tasks = {task.number: task for task in lesson.tasks}
     twice_the_traffic = lesson.with_body(tasks["05.4"], NEAR_MISSES["05.4"][0][0])
     half = {"05.1": lesson.answers["05.1"], "05.4": twice_the_traffic}
-    never = HARM["never ends"].code + "\n\n" + lesson.answers["05.2"]
+    never = "import time\n\nwhile True:\n    time.sleep(1)\n\n\n" + lesson.answers["05.2"]
     made = {
         "right": lesson.answers,
         "half": half,
@@ -80,7 +79,7 @@ def graded(course):
     notebook = nbformat.read(path, 4)
     marked(notebook)["check-05-4"].source = "4"
     nbformat.write(notebook, path)
-    nbgrader(course, "autograde", NAME, "--Execute.timeout=20")
+    nbgrader(course, "autograde", NAME, "--Execute.timeout=60")
     nbgrader(course, "generate_feedback", NAME)
     with Gradebook(f"sqlite:///{course / 'gradebook.db'}") as book:
         return {
