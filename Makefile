@@ -53,7 +53,7 @@ $(VENV)/lab.ready: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/test.ready: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Setting up $(VENV) with what the tests need, once."
-	@$(INSTALL) -e '.[test,browser,docs]'
+	@$(INSTALL) -e '.[test,browser,docs,grading]'
 	@touch $@ $(VENV)/lab.ready
 
 # Makes the environment, or says in one sentence why it cannot.

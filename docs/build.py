@@ -37,6 +37,7 @@ def main(target: Path = ROOT / "build" / "site") -> int:
     (source / "lessons").mkdir(parents=True)
     for name in ("docs/conf.py", "docs/index.md", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "docs" / "guide", source / "docs" / "guide")
     for path in sorted((ROOT / "lessons").glob("*.ipynb")):
         notebook = with_alternative_texts(nbformat.read(path, as_version=4))
         nbformat.write(notebook, source / "lessons" / path.name)

@@ -24,6 +24,7 @@ ENGINE += ["sharding", "adamw", "comm"]
 LAUNCHER = ["world", "rank", "group", "launch", "report", "attached", "private_net"]
 LAUNCHER += ["magic", "system"]
 WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
+CLASSROOM = ["release", "pretend", "pretend_answers", "pretend_hostile", "nbgrader_course"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
     # 80 of them for what offload holds in each tier and moves over each edge, 80 for the
@@ -52,7 +53,12 @@ LINE_BUDGETS = {
     ),
     # where derived meets counted: stages, peers, tiers, a thousand ranks, a step moment by moment,
     # any step by its bytes, twelve faults, published figures; and the errata, the outline, progress
-    "course": ([p for p in FILES if p.parent.name == "course"], 3660),
+    "course": (
+        [p for p in FILES if p.parent.name == "course" and p.stem not in CLASSROOM],
+        3660,
+    ),
+    # what an instructor hands out, a class to try grading on, and the course under nbgrader
+    "classroom": ([PACKAGE / "course" / f"{name}.py" for name in CLASSROOM], 800),
     # eight figures, each for any numbers, with a legend and a text for what colour says
     "plots": ([p for p in FILES if p.parent.name == "plots"], 500),
     # four explorers: each a view over a tested function, its words and its table

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TESTED_EXTRAS = ("test", "browser", "docs")
+TESTED_EXTRAS = ("test", "browser", "docs", "grading")
 
 
 def pins() -> dict[str, str]:

@@ -17,6 +17,7 @@ from zerolab.commands.identify import add_identify
 from zerolab.commands.measure import add_measure
 from zerolab.commands.offload import print_rates
 from zerolab.commands.plan import add_plan
+from zerolab.commands.release import add_release
 from zerolab.commands.train import add_train
 
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zerolab {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        print(f"zerolab {arguments.command}: {stop or 'stopped'}", file=sys.stderr)
+        print(f"zerolab {arguments.command}: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
 
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add_train(commands)
     add_bench(commands)
     add_grade(commands)
+    add_release(commands)
     return parser
 
 
