@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,16 @@ Told = Callable[[Graded, int, int], None]
 
 @dataclass(frozen=True)
 class Submission:
-    """One notebook of one student for one lesson; `refused` says why it is not graded."""
+    """One notebook of one student for one lesson; `refused` says why it is not graded.
+
+    `passed_over` are the student's further notebooks for the lesson.
+    """
 
     student: str
     path: Path
     lesson: Lesson | None
     refused: str = ""
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass
@@ -148,11 +152,8 @@ def _once_each(found: list[Submission]) -> Iterator[Submission]:
             by_lesson.setdefault((one.student, one.lesson.name), []).append(one)
     for several in by_lesson.values():
         several.sort(key=_precedence)
-        chosen = several[-1]
-        yield chosen
-        for other in several[:-1]:
-            why = f"{other.path.name} is not graded, but {chosen.path.name} of the same learner"
-            yield Submission(other.student, other.path, None, why)
+        *others, chosen = several
+        yield replace(chosen, passed_over=tuple(other.path.name for other in others))
 
 
 def _precedence(one: Submission) -> tuple[bool, float, str]:
@@ -192,6 +193,8 @@ def grade_class(
     lock, stop = threading.Lock(), threading.Event()
 
     def settle(place: int, graded: Graded) -> None:
+        for name in submissions[place].passed_over:
+            graded.notes.append(f"{name} is another notebook for this lesson and was not graded")
         with lock:
             grades[place] = graded
             told(graded, len(grades), len(submissions))
