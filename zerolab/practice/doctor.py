@@ -46,7 +46,7 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    from zerolab.practice.launch import free_bytes
+    from zerolab.practice.host import free_bytes
 
     free = free_bytes()
     advice = "" if free > 1e9 else "Close other programs: four ranks need about 0.3 GB."
