@@ -24,7 +24,7 @@ from zerolab.practice import host
 from zerolab.practice.world import RankError, World
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="shared hosts of the course run Linux"),
 ]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import pytest
@@ -126,7 +126,11 @@ def listening(pid):
             _, local, _, state, *rest = line.split()
             if state == waits and f"socket:[{rest[5]}]" in mine:
                 found.append((name, local.split(":")[0]))
-    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+    names = {
+        *Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:],
+        *Path("/proc/net/unix").read_text().splitlines()[1:],
+    }  # where a server was started
+    for line in names:
         _, _, _, flags, _, _, inode, *path = line.split()
         if int(flags, 16) & 0x10000 and f"socket:[{inode}]" in mine:  # it accepts connections
             found.append(("unix", path[0] if path else ""))
@@ -143,9 +147,12 @@ def namespaces_are_allowed():
 
 LEARNER = """
     import gc, json, os, sys
-    sys.path[:0] = json.loads(sys.argv[2])
-    from test_shared_host import total
     from zerolab.practice.world import World
+    def total(own):
+        import torch, torch.distributed as dist
+        numbers = torch.full((1000,), float(own + dist.get_rank()))
+        dist.all_reduce(numbers)
+        return sorted(set(numbers.tolist()))
     def tell(**what):
         print(json.dumps(what), flush=True)
         sys.stdin.readline()
@@ -181,8 +188,7 @@ def room():
     learners = []
     try:
         for i in range(WORLDS):
-            places = json.dumps([str(Path(__file__).parent)])
-            learners.append(script(LEARNER, str(i), places, TMPDIR=base, XDG_RUNTIME_DIR=""))
+            learners.append(script(LEARNER, str(i), TMPDIR=base, XDG_RUNTIME_DIR=""))
         worlds = answers(learners)
         go_on(learners)
         sums = [said["sums"] for said in answers(learners)]
