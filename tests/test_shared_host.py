@@ -89,6 +89,7 @@ def script(text, *arguments, **environ):
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
+        start_new_session=True,  # as Jupyter starts a kernel
     )
 
 
@@ -438,21 +439,22 @@ def base():
     shutil.rmtree(base)
 
 
-def killed_learner(base, with_server):
+def killed_learner(base, with_server=False, with_group=False):
     """A learner whose process was killed while a world ran; returns its world's folder."""
     process = script(KILLED, TMPDIR=str(base), XDG_RUNTIME_DIR="")
     *pids, server, folder = process.stdout.readline().split()
     if with_server:
         os.kill(int(server), signal.SIGKILL)
         assert comes_true(lambda: not alive(server))
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL) if with_group else process.kill()
     process.communicate()
     assert comes_true(lambda: not any(map(alive, [*pids, server])))
     return folder
 
 
-def test_a_killed_kernel_takes_its_ranks_its_server_and_its_folder_with_it(base):
-    killed_learner(base, with_server=False)
+@pytest.mark.parametrize("with_group", [False, True], ids=["alone", "as Jupyter does"])
+def test_a_killed_kernel_takes_its_ranks_its_server_and_its_folder_with_it(base, with_group):
+    killed_learner(base, with_group=with_group)
     assert comes_true(lambda: not os.listdir(base))
 
 

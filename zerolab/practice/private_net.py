@@ -67,5 +67,7 @@ if in_fork_server():
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Stop, pressed while torch loads, is for the notebook
+    with contextlib.suppress(OSError):
+        os.setsid()  # or who kills the kernel's process group ends what tidies up after it
     with contextlib.suppress(Exception):
         private = try_private_network()
