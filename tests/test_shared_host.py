@@ -4,6 +4,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from zerolab.practice import host
+from zerolab.practice import doctor, host
 from zerolab.practice.world import RankError, World
 
 pytestmark = [
@@ -343,6 +344,14 @@ def test_a_limit_of_processes_refuses_a_world(control_groups):
         World(4)
 
 
+@pytest.mark.parametrize(("left", "mark"), [(20, "-- "), (500, "ok ")])
+def test_doctor_says_how_many_processes_a_limit_leaves(control_groups, left, mark):
+    control_groups("0::/\n", {"pids.max": f"{left + 80}\n", "pids.current": "80\n"})
+    said = [str(finding) for finding in doctor._processes()]
+    assert len(said) == 1
+    assert said[0].startswith(f"{mark} processes and threads: {left} more are allowed")
+
+
 def test_a_rank_has_no_more_threads_than_are_counted_for_it():
     with World(2, check=True) as world:
         threads = world.run(lambda: len(os.listdir("/proc/self/task")))
@@ -635,3 +644,14 @@ def test_where_ports_must_be_private_and_can_be_a_world_starts(monkeypatch):
     monkeypatch.setenv("ZEROLAB_PRIVATE_PORTS", "required")
     with World(2) as world:
         assert world.private_ports
+
+
+def test_jupyter_has_the_settings_that_the_guide_names():
+    from jupyter_client import KernelManager
+    from jupyter_server.services.kernels.kernelmanager import MappingKernelManager
+
+    guide = Path(__file__).parent.parent / "docs" / "guide" / "shared_hosts.md"
+    settings = re.findall(r"^c\.(\w+)\.(\w+) = ", guide.read_text(), re.MULTILINE)
+    known = {"KernelManager": KernelManager, "MappingKernelManager": MappingKernelManager}
+    assert len(settings) == 3
+    assert all(known[owner].class_traits()[name].metadata["config"] for owner, name in settings)
