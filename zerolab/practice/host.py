@@ -175,7 +175,8 @@ def private_folder() -> str:
             base = tempfile.gettempdir()
         sweep(base)
         made = tempfile.mkdtemp(prefix=".zerolab-", dir=base)
-        _lock = _locked(os.path.join(made, "lock"), os.O_CREAT | os.O_RDWR)
+        with contextlib.suppress(OSError):  # some network disks have no locks
+            _lock = _locked(os.path.join(made, "lock"), os.O_CREAT | os.O_RDWR)
         where = os.path.join(base, f"{_prefix()}{os.getpid()}-{made.rpartition('-')[2]}")
         os.rename(made, where)  # under a name that is swept only now, when it is locked
         _folder = (os.getpid(), where)
