@@ -21,7 +21,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from zerolab.practice import doctor, host
+from zerolab.practice import doctor, host, launch
 from zerolab.practice.world import RankError, World
 
 pytestmark = [
@@ -365,6 +365,22 @@ def test_a_rank_that_somebody_killed_is_named_with_the_memory_that_is_free():
         with pytest.raises(RankError, match=words + r"\(\d+\.\d GB are free\); rank 1 restarted"):
             world.run(total, 0)
         assert world.run(total, 0) == [[1.0], [1.0]]
+
+
+def test_a_rank_that_the_system_does_not_start_is_named_and_nothing_is_left(monkeypatch):
+    def refused(setup):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    World(1).close()
+    before = os.listdir(host.private_folder())
+    monkeypatch.setattr(launch, "start_rank", refused)
+    with pytest.raises(RankError) as caught:
+        World(2)
+    assert str(caught.value) == (
+        "rank 0 cannot start (BlockingIOError: Resource temporarily unavailable): memory or "
+        "processes ran out; zerolab doctor says what is there"
+    )
+    assert os.listdir(host.private_folder()) == before
 
 
 @contextlib.contextmanager
