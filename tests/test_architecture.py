@@ -22,7 +22,7 @@ FORBIDDEN = {
 ENGINE = ["stage0", "stage1", "stage2", "stage3", "unit", "reduction", "gathering", "norm"]
 ENGINE += ["sharding", "adamw", "comm"]
 LAUNCHER = ["world", "rank", "group", "launch", "report", "attached", "private_net"]
-LAUNCHER += ["magic", "system"]
+LAUNCHER += ["magic", "system", "host"]
 WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
 CLASSROOM = ["release", "pretend", "pretend_answers", "pretend_hostile", "nbgrader_course"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
@@ -33,23 +33,24 @@ LINE_BUDGETS = {
     # what a learner reads to understand the four stages; some forty lines of it are there for
     # passes that were torn off and for frozen units
     "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1050),
-    # ranks beside a notebook, on any system and after any accident: not about ZeRO; the last
-    # hundred lines are what Windows lacks (system.py)
-    "launcher": ([PACKAGE / "practice" / f"{name}.py" for name in LAUNCHER], 1560),
+    # ranks beside a notebook, on any system and after any accident: not about ZeRO; a hundred
+    # lines are what Windows lacks (system.py), two hundred what a machine that many share asks for:
+    # its limits named before they strike, and nothing left of a killed kernel (host.py)
+    "launcher": ([PACKAGE / "practice" / f"{name}.py" for name in LAUNCHER], 1810),
     # tiers below the device, files that survive what may befall them, and their rates
     "offload": ([PACKAGE / "practice" / f"{name}.py" for name in OFFLOAD], 1250),
     # models that no laptop holds, and steps that are not ours, under the meter; the last two
     # hundred lines look at both FSDPs at four instants of a step
     "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1150),
-    # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, and a
-    # race that takes its CPU time apart
+    # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, a race
+    # that takes its CPU time apart, and checkpoints that a stranger may have made
     "rest of practice": (
         [
             p
             for p in FILES
             if p.parent.name == "practice" and p.stem not in ENGINE + LAUNCHER + OFFLOAD + WITNESSES
         ],
-        1900,
+        1940,
     ),
     # where derived meets counted: stages, peers, tiers, a thousand ranks, a step moment by moment,
     # any step by its bytes, twelve faults, published figures; and the errata, the outline, progress

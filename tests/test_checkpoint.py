@@ -1,5 +1,9 @@
 """Checkpoints: saved anywhere, resumed anywhere, the same bits; whole or not there; or refused."""
 
+import hashlib
+import json
+import os
+import pickle
 import shutil
 import sys
 
@@ -380,6 +384,76 @@ def test_a_foreign_checkpoint_is_refused_in_one_sentence(world_of, tmp_path, how
     assert words in said[0]
     assert "\n" not in said[0]
     assert world.run(advance, 0, 1)  # the world stays usable
+
+
+# ---- made by a stranger, with a manifest to match
+
+
+class Runs:
+    """A pickle that makes a folder as soon as it is loaded."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.proof),)
+
+
+def with_new_index(path, index):
+    """Replaces a checkpoint's index, and has its manifest vouch for the new one."""
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    _, _, text = (path / "manifest.json").read_text().partition("\n")
+    manifest = json.loads(text)
+    manifest["files"][".metadata"] = snapshots.fingerprint(path / ".metadata")
+    text = json.dumps(manifest)
+    (path / "manifest.json").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+
+
+def test_a_foreign_checkpoints_index_runs_no_code(world_of, tmp_path):
+    world = world_of(2)
+    folder, proof = tmp_path / "foreign", tmp_path / "it ran"
+    trained(world, folder, stage=1)
+    path = snapshots.finished(folder)[-1]
+    index = pickle.loads((path / ".metadata").read_bytes())
+    index.planner_data = Runs(proof)
+    with_new_index(path, index)
+    world.run(begin, 2, seed=1)
+    untouched = the_state(world)
+    for said in world.run(load, folder):
+        assert f"is no index of a checkpoint: it asks for {os.name}.mkdir. Do not use" in said
+        assert "\n" not in said
+    assert not proof.exists()
+    expect_same(the_state(world), untouched)
+    pickle.loads((path / ".metadata").read_bytes())
+    assert proof.exists()  # the index would have run it
+
+
+def test_a_foreign_checkpoints_tensors_run_no_code(world_of, tmp_path):
+    world = world_of(2)
+    folder, proof = tmp_path / "foreign", tmp_path / "it ran"
+    trained(world, folder, stage=1)
+    path = snapshots.finished(folder)[-1]
+    index = pickle.loads((path / ".metadata").read_bytes())
+    torch.save(Runs(proof), path / "harm")
+    for info in index.storage_data.values():
+        info.relative_path, info.offset, info.length = "harm", 0, (path / "harm").stat().st_size
+    with_new_index(path, index)
+    world.run(begin, 1)
+    with pytest.raises(RankError, match="Weights only load failed"):
+        world.run(load, folder)
+    assert not proof.exists()
+
+
+def test_a_foreign_checkpoint_reads_nothing_outside_of_its_folder(world_of, tmp_path):
+    world = world_of(2)
+    trained(world, tmp_path, stage=1)
+    path = snapshots.finished(tmp_path)[-1]
+    index = pickle.loads((path / ".metadata").read_bytes())
+    next(iter(index.storage_data.values())).relative_path = "../diary"
+    with_new_index(path, index)
+    world.run(begin, 1)
+    for said in world.run(load, tmp_path):
+        assert "is no index of a checkpoint: it points to ../diary. Do not use" in said
 
 
 @pytest.mark.parametrize("folder", ["empty", "nowhere", "unfinished"])

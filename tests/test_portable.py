@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerolab.practice import doctor, launch, system
+from zerolab.practice import doctor, host, launch, system
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.name == "nt", reason="the real one")]
 PRETENDED = Path(__file__).parent / "pretended_windows"
@@ -118,7 +118,7 @@ def test_a_rank_that_ends_is_named_with_its_exit_code(seen):
 
 def test_more_ranks_than_the_system_can_wait_for_are_refused_in_one_sentence(seen):
     assert seen["too many"]["kind"] == "ValueError"
-    most = system.MOST_WAITED_FOR // launch.RANK_WAITS
+    most = system.MOST_WAITED_FOR // host.RANK_WAITS
     assert f"40 ranks do not fit, at most {most} do:" in seen["too many"]["text"]
 
 
@@ -163,8 +163,7 @@ def test_no_rank_outlives_a_killed_notebook_and_the_next_one_removes_its_folder(
     process.communicate()
     assert len(ranks) == 3 and left == []
     assert os.path.isdir(folder)
-    new = output_of("-c", "from zerolab.practice import launch; print(launch.make_folder())", **own)
-    os.rmdir(new.strip())
+    output_of("-c", "from zerolab.practice import launch; launch.make_folder()", **own)
     assert not os.path.exists(folder)
 
 

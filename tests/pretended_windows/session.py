@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from zerolab import RankError, World
-from zerolab.practice import launch
+from zerolab.practice import host
 
 CELL = """def step(absent, how):
     import torch, torch.distributed as dist
@@ -148,7 +148,7 @@ def main():
     seen["restarted"] = usable(), not {*before} & {*pids()}
     second, folder = pids(), world._folder
     world.close()
-    alive = launch.psutil.pid_exists
+    alive = host.psutil.pid_exists
     seen["left"] = [n for n in {*first, *before, *second} if alive(n)], os.path.exists(folder)
     print(json.dumps(seen))
 

@@ -3,13 +3,14 @@
 On disk there are no stages, ranks or padding: the flat weights, momentum and variance of each
 parameter lie there in pieces, each under the parameter's name and where in it the piece starts.
 A rank writes what it owns and, unit by unit, reads the pieces that overlap with what it will
-own. torch.distributed.checkpoint (DCP) keeps them. Each host must see the same folder. Load only
-what you trust: DCP's index is a pickle.
+own. torch.distributed.checkpoint (DCP) keeps them. Each host must see the same folder. DCP's index
+is a pickle, which could run anything: here it may name nothing but what an index is made of.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from zerolab.practice import snapshots
 from zerolab.practice.comm import Comm
@@ -27,6 +29,51 @@ from zerolab.practice.precision import PRECISIONS
 from zerolab.practice.sharding import shard_range
 from zerolab.practice.snapshots import CheckpointError
 from zerolab.practice.unit import Unit
+
+_DCP = "torch.distributed.checkpoint"
+_INDEX_PARTS = {
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    f"{_DCP}.metadata": {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata",
+                         "MetadataIndex", "StorageMeta", "TensorProperties",
+                         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+    "torch": {"Size"} | {name for name, it in vars(torch).items() if isinstance(it, torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13's
+}  # fmt: skip
+
+
+class _Index(pickle.Unpickler):
+    """Reads DCP's index; whatever else a pickle asks for is refused before it is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _INDEX_PARTS.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader of a checkpoint that somebody else may have made; it stays in its folder.
+
+    DCP itself loads tensors with weights_only. CheckpointError for an index that is none.
+    """
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        index = Path(self.path) / ".metadata"
+        try:
+            with open(index, "rb") as file:
+                metadata = _Index(file).load()
+            names = {info.relative_path for info in metadata.storage_data.values()}
+            if outside := sorted(name for name in names if Path(name).name != name):
+                raise pickle.UnpicklingError(f"it points to {outside[0]}")
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+        except Exception as error:
+            raise CheckpointError(
+                f"{index} is no index of a checkpoint: {error}. Do not use {self.path}: it was "
+                "damaged, or made to do something else."
+            ) from None
+        return metadata
 
 
 def save(engine: Any, folder: str | Path, steps: int, about: dict[str, Any]) -> Path:
@@ -68,9 +115,10 @@ def load(engine: Any, folder: str | Path) -> tuple[int, dict[str, Any]]:
     found = _on_all(lambda: snapshots.verified(Path(folder), comm.rank, comm.world_size))
     path, manifest = found[comm.rank]
     snapshots.compare(path, manifest, _identity(engine))
-    saved: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved: dict[str, Any] = {}
+    _on_all(lambda: saved.update(Reader(path).read_metadata().state_dict_metadata))
     random = {key: torch.get_rng_state() for key in saved if key == f"random@{comm.rank}"}
-    dcp.load(random, storage_reader=dcp.FileSystemReader(path))
+    dcp.load(random, storage_reader=Reader(path))
     for state in random.values():
         torch.set_rng_state(state)
     for unit in engine.units:
@@ -110,7 +158,7 @@ def _read(unit: Unit, comm: Comm, path: Path, saved: dict[str, Any]) -> None:
             if first < last:
                 read[key] = torch.empty(piece.size, dtype=values.dtype)
                 copies.append((values[first - start : last - start], key, first - begin))
-    dcp.load(read, storage_reader=dcp.FileSystemReader(path))
+    dcp.load(read, storage_reader=Reader(path))
     for values, key, offset in copies:
         values.copy_(read[key][offset : offset + len(values)])
 

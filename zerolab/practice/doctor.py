@@ -26,7 +26,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Looks at versions, cores, memory, and starts a world of two ranks; never raises."""
-    return [*_versions(), _cores(), _memory(), *_ranks()]
+    return [*_versions(), _cores(), _memory(), *_processes(), *_ranks()]
 
 
 def _versions() -> list[Finding]:
@@ -46,11 +46,21 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    from zerolab.practice.launch import free_bytes
+    from zerolab.practice.host import free_bytes
 
     free = free_bytes()
     advice = "" if free > 1e9 else "Close other programs: four ranks need about 0.3 GB."
     return Finding("free memory", f"{free / 1e9:.1f} GB", free > 1e9, advice)
+
+
+def _processes() -> list[Finding]:
+    """What is left of a limit of processes and threads, where there is one."""
+    from zerolab.practice.host import tasks_left
+
+    if (left := tasks_left()) is None:
+        return []
+    advice = "" if left >= 100 else "Shut down other kernels: an exercise may need about a hundred."
+    return [Finding("processes and threads", f"{left} more are allowed", left >= 100, advice)]
 
 
 def _ranks() -> list[Finding]:

@@ -81,8 +81,13 @@ def join_group(
 ) -> dict[str, object]:
     """Form a group with the other ranks over the file `store`, or at the launcher's address.
 
-    Returns the backend and whether its ports are private. Raises ValueError without GPUs for nccl.
+    Returns the backend and whether its ports are private. Raises ValueError without GPUs for nccl,
+    PermissionError where ports must be private (ZEROLAB_PRIVATE_PORTS=required) and cannot be.
     """
+    if os.environ.get("ZEROLAB_PRIVATE_PORTS") == "required" and not private_net.private:
+        what = "ports must be private (ZEROLAB_PRIVATE_PORTS), and network namespaces"
+        raise PermissionError(f"{what} are not allowed here: ask who runs this machine")
+
     import torch
     import torch.distributed as dist
 

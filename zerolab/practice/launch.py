@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import platform
-import re
 import shutil
 import signal
 import sys
@@ -18,10 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
+from zerolab.practice import host, system
 from zerolab.practice import rank as rank_side
-from zerolab.practice import system
 from zerolab.practice.rank import Pipes, Setup
 
 PRELOAD = (
@@ -30,12 +26,10 @@ PRELOAD = (
     "torch.distributed",
     "cloudpickle",
     "psutil",
+    "zerolab.practice.host",
     "zerolab.practice.rank",
 )
 OUTPUT_LIMIT_BYTES = 1_000_000  # of a rank's printing that are kept in each call
-RANK_BYTES = {"forkserver": 60_000_000, "spawn": 170_000_000}  # an idle rank in its group, measured
-RANK_FILES = 8  # open files that a rank costs the notebook
-RANK_WAITS = 3  # what the notebook waits for, of a rank: its answer, its printing, its end
 
 
 def start_method() -> str:
@@ -64,53 +58,21 @@ def start_server() -> None:
         from multiprocessing import forkserver
 
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-        forkserver.ensure_running()
+        with host.sockets_in(host.private_folder()):
+            forkserver.ensure_running()
 
 
 def make_folder() -> str:
-    """Make a folder that only this user can enter; remove those of notebooks that were killed."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not (os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)):
-        base = tempfile.gettempdir()
-    prefix = f"zerolab-{platform.node()}-"  # containers do not share ids
-    for name in os.listdir(base):
-        match = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", name)
-        if match and not psutil.pid_exists(int(match[1])):
-            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
+    """Make a folder for one world, that only this user can enter."""
+    return tempfile.mkdtemp(prefix="world-", dir=host.private_folder())
 
 
-def free_bytes() -> int:
-    """Return the memory left on this machine and in our control groups."""
-    free = [psutil.virtual_memory().available]
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
-        group = "/sys/fs/cgroup" + file.read().split("::")[-1].strip()
-        while group.startswith("/sys/fs/cgroup"):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
-                limit, used, details = (
-                    _read(f"{group}/memory.{name}") for name in ("max", "current", "stat")
-                )
-                cache = re.search(r"^inactive_file (\d+)", details, re.MULTILINE)
-                free.append(int(limit) - int(used) + (int(cache[1]) if cache else 0))
-            group = os.path.dirname(group.rstrip("/"))
-    return min(free)
+def room(size: int) -> host.Room:
+    """Return how many ranks fit here, and why not more."""
+    from multiprocessing import forkserver
 
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()
-
-
-def room() -> tuple[int, str]:
-    """Return how many ranks fit here, by memory and by the limit of open files, and why."""
-    free, files = free_bytes(), system.files_left()
-    rooms = [(free // RANK_BYTES[start_method()], f"{free / 1e9:.1f} GB of memory are free")]
-    if files is not None:
-        rooms.append((files // RANK_FILES, f"{files} more files may be open"))
-    if not system.PIPES_HAVE_DESCRIPTORS:
-        most = system.MOST_WAITED_FOR
-        rooms.append((most // RANK_WAITS, f"this system waits for {most} things at once"))
-    return min(rooms)
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    return host.room(size, start_method(), server)
 
 
 @dataclass

@@ -5,7 +5,8 @@ Where the system allows it, a process can move into a user and a network namespa
 the ranks forked from it live there too. It must have one thread, so this comes before torch.
 
 Importing this module anywhere but in a fork server changes nothing. Ranks that must reach the
-network need ZEROLAB_HOST_NETWORK=1 in the environment before the first World.
+network need ZEROLAB_HOST_NETWORK=1 in the environment before the first World; where strangers share
+the machine, ZEROLAB_PRIVATE_PORTS=required refuses ranks whose ports could be reached.
 """
 
 import contextlib
@@ -71,5 +72,7 @@ if in_fork_server():
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Stop, pressed while torch loads, is for the notebook
+    with contextlib.suppress(OSError):
+        os.setsid()  # or who kills the kernel's process group ends what tidies up after it
     with contextlib.suppress(Exception):
         private = try_private_network()

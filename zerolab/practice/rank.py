@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
+import gc
 import io
 import marshal
 import os
@@ -315,6 +316,7 @@ def main(setup: Setup, pipes: Pipes) -> NoReturn:
 
     import torch
 
+    gc.freeze()
     torch.set_num_threads(setup.threads)
     torch.manual_seed(setup.rank)
     toy.here = setup.toy

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 
+from zerolab.practice import host, system
 from zerolab.practice.rank import Activity, Failure, Frame
 
 OWN_COLLECTIVES = os.path.join("zerolab", "practice", "comm.py")
@@ -75,9 +76,16 @@ def exit_text(code: int) -> str:
     """Say how a process ended, from its exit code as multiprocessing gives it."""
     if code >= 0:
         return f"ended with exit code {code}"
+    text = f"was killed (exit code {code})"
     with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name} (exit code {code})"
-    return f"was killed (exit code {code})"
+        text = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+    if code != system.KILLED:
+        return text
+    if host.memory_ran_out():
+        advice = "use smaller tensors or fewer ranks, or shut down other kernels"
+        return f"{text}, most likely because memory ran out: {advice}"
+    free = host.free_bytes() / 1e9
+    return f"{text} by somebody, or by what guards this machine's memory ({free:.1f} GB are free)"
 
 
 def cause(failures: dict[int, Failure | int], stopped: Iterable[int], note: str) -> RankError:

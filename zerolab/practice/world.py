@@ -91,11 +91,12 @@ class World:
             raise said(ValueError, f"backend must be 'auto', 'gloo' or 'nccl', not {backend!r}")
         self.size, self.timeout = size, report.seconds(timeout)
         self._choices = (threads, backend, check, Toy.read(device_memory, link, latency))
-        fit, why = launch.room()
-        if size > (most := max(fit, 0)):
-            raise said(
-                ValueError, f"{size} ranks do not fit, at most {most} do: {why}. Make fewer."
-            )
+        room = launch.room(size)
+        if size > room.fit:
+            most = f"at most {room.fit} do" if room.fit > 0 else "not even one does"
+            advice = f"make fewer, or {room.advice}" if room.fit > 0 else room.advice
+            sentence = f"{size} ranks do not fit, {most}: {room.why}; {advice}"
+            raise said(ValueError, sentence)
         self._links: dict[int, launch.Link] = {}
         self._serial = 0  # of the last command; answers to earlier ones are ignored
         self._asked = 0  # of the last question to the watchdogs, likewise
@@ -356,7 +357,13 @@ class World:
         for r in range(self.size):
             if r not in self._links or self._links[r].process.exitcode is not None:
                 setup = Setup(r, self.size, *self._choices, self._folder, dict(os.environ))
-                self._links[r] = launch.start_rank(setup)
+                try:
+                    self._links[r] = launch.start_rank(setup)
+                except (EOFError, OSError) as error:
+                    self.close()
+                    why = f"{type(error).__name__}: {error}"
+                    advice = "memory or processes ran out; zerolab doctor says what is there"
+                    raise said(RankError, f"rank {r} cannot start ({why}): {advice}") from None
         self._send("join", os.path.join(self._folder, f"group{self._serial}"), self._links)
         answers = self._collect({}, self._links, START_LIMIT_S, GRACE_S)
         bad = [r for r in self._links if not isinstance(answers.get(r), bytes)]
