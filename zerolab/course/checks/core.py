@@ -32,12 +32,12 @@ _MARK = {NOT_ATTEMPTED: "[ ]", FAILED: "[x]", PASSED: "[ok]"}
 
 STUB = "your code here"
 LIMIT_S = 10.0  # for an answer that is tried in the notebook's own process
-_before: list[Callable[[], None]] = []
+before_each: list[Callable[[], None]] = []  # what every check does first
 
 
 def before_each_check(action: Callable[[], None]) -> Callable[[], None]:
     """Registers something that every check does first."""
-    _before.append(action)
+    before_each.append(action)
     return action
 
 
@@ -222,7 +222,7 @@ def judged(number: str, answer: Any, learner: str = "") -> Verdict:
 def _judged(task: Exercise, answer: Any, *numbers: Given) -> Verdict:
     if answer is None or answer is ...:
         return _verdict(task, 0, NOT_ATTEMPTED, "Replace the stub by your answer, then run again.")
-    for action in _before:
+    for action in before_each:
         action()
     try:
         with _limited(), _same_torch():

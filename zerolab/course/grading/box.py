@@ -129,7 +129,7 @@ def limit(spec: dict[str, Any]) -> None:
     """Limits for this process and all that it starts."""
     for name, most in (
         (resource.RLIMIT_DATA, spec["memory_bytes"]),
-        (resource.RLIMIT_NPROC, spec["processes"]),
+        (resource.RLIMIT_NPROC, spec["threads"]),
         (resource.RLIMIT_FSIZE, spec["disk_bytes"]),
         (resource.RLIMIT_CPU, spec["cpu_seconds"]),
         (resource.RLIMIT_CORE, 0),

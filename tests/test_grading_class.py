@@ -1,0 +1,110 @@
+"""A whole class, and a whole course: all graded, none lost, none graded wrong, nothing left."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zerolab.cli import main
+from zerolab.course.checks import EXERCISES
+from zerolab.course.grading import sandbox
+from zerolab.course.pretend import pretend
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.skipif(
+    bool(sandbox.trusted_only()), reason=f"no sandbox here: {sandbox.trusted_only()}"
+)
+
+
+def rows(path: Path) -> dict[str, dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["student"]: row for row in csv.DictReader(file)}
+
+
+def grade(capsys, *arguments: object) -> tuple[int, list[dict]]:
+    code = main(["grade", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def expect_nothing_left(before: set[int]) -> None:
+    left = {p.pid for p in psutil.Process().children(recursive=True)} - before
+    assert left == set()
+
+
+@pytest.mark.timeout(1500)
+def test_a_class_of_thirty_with_every_kind_of_harm_is_graded_as_it_deserves(tmp_path, capsys):
+    made = pretend(tmp_path / "class", "05", learners=30)
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    out, pages = tmp_path / "grades.csv", tmp_path / "pages"
+    code, grades = grade(capsys, tmp_path / "class", "--out", out, "--feedback", pages)
+    expected, got = rows(tmp_path / "class" / "expected.csv"), rows(out)
+    assert list(got) == sorted(expected)
+    wrong = {
+        name: (row["kind"], row["points"], got[name]["points"], got[name]["remarks"])
+        for name, row in expected.items()
+        if float(row["points"]) != float(got[name]["points"])
+    }
+    assert wrong == {}
+    by_exercise = {
+        (one["student"], r["id"]): (r["points"], r["reason"])
+        for one in grades for r in one["exercises"]
+    }  # fmt: skip
+    for (name, exercise), (points, reason) in by_exercise.items():
+        assert points == float(expected[name][exercise]), (expected[name]["kind"], reason)
+        assert reason
+    assert {one["student"] for one in grades if one["error"]} == {
+        name for name, row in expected.items() if row["error"] == "yes"
+    }
+    assert code == 1, "some could not be graded"
+    assert len(list(pages.iterdir())) == len(made)
+    expect_nothing_left(before)
+    again = grade(capsys, tmp_path / "class", "--out", out)
+    assert again == (code, grades), "a second run finds all that stands"
+
+
+@pytest.mark.timeout(900)
+def test_all_thirteen_lessons_of_one_learner_earn_every_point(tmp_path, capsys):
+    (tmp_path / "in" / "ada").mkdir(parents=True)
+    for path in (ROOT / "solutions").glob("*.ipynb"):
+        shutil.copy(path, tmp_path / "in" / "ada")
+    code, grades = grade(capsys, tmp_path / "in")
+    lost = [r for one in grades for r in one["exercises"] if r["points"] != r["max_points"]]
+    assert lost == []
+    assert sum(one["points"] for one in grades) == sum(e.points for e in EXERCISES.values())
+    assert (code, len(grades)) == (0, 13)
+
+
+def test_two_runs_agree_and_two_learners_answers_are_not_exchangeable(tmp_path, capsys):
+    """Typed numbers that are right for ada are wrong for bob."""
+    from zerolab.course.checks import given
+
+    folder = tmp_path / "in"
+    lesson = next((ROOT / "lessons").glob("13_*.ipynb"))
+    mine = given("13.7", "ada").shown * 2**30 / 16
+    for name in ("ada", "bob"):
+        nb = json.loads(lesson.read_text())
+        for cell in nb["cells"]:
+            if cell["id"] == "ex-13-7":
+                cell["source"] = f"def parameters():\n    return {mine!r}"
+        (folder / name).mkdir(parents=True)
+        (folder / name / lesson.name).write_text(json.dumps(nb))
+    assert given("13.7", "ada") != given("13.7", "bob")
+    first, second = grade(capsys, folder), grade(capsys, folder)
+    assert first == second
+    assert [one["points"] for one in first[1]] == [1.0, 0.0]
+
+
+def test_the_json_has_what_a_gradebook_reads(tmp_path, capsys):
+    (tmp_path / "ada").mkdir()
+    shutil.copy(next((ROOT / "lessons").glob("02_*.ipynb")), tmp_path / "ada")
+    (one,) = grade(capsys, tmp_path)[1]
+    assert set(one) >= {"student", "notebook", "points", "max_points", "exercises", "error"}
+    assert set(one["exercises"][0]) == {"id", "points", "max_points", "reason"}
+    assert {r["reason"] for r in one["exercises"]} == {"not attempted"}
+    assert one["points"] == 0
