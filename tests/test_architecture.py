@@ -27,8 +27,8 @@ WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
     # 80 of them for what offload holds in each tier and moves over each edge, 80 for the
-    # dictionary of FSDP's and DeepSpeed's layouts
-    "theory": ([p for p in FILES if p.parent.name == "theory"], 1660),
+    # dictionary of FSDP's and DeepSpeed's layouts, 20 for printing W - G where sympy has -G + W
+    "theory": ([p for p in FILES if p.parent.name == "theory"], 1690),
     # what a learner reads to understand the four stages; some forty lines of it are there for
     # passes that were torn off and for frozen units
     "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1050),
@@ -57,8 +57,9 @@ LINE_BUDGETS = {
     "plots": ([p for p in FILES if p.parent.name == "plots"], 500),
     # four explorers: each a view over a tested function, its words and its table
     "widgets": ([p for p in FILES if p.parent.name == "widgets"], 650),
-    # every exercise has one, with its near misses: about seventy exercises
-    "checks": ([p for p in FILES if p.parent.name == "checks"], 5300),
+    # every exercise has one, with its near misses: about seventy exercises; the last 50 name what
+    # attackers of lessons 08 to 11 found unnamed, and try 11.4 and 11.5 on three ranks as well
+    "checks": ([p for p in FILES if p.parent.name == "checks"], 5350),
 }
 LONGEST_FILE = 400
 

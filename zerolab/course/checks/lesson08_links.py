@@ -176,7 +176,7 @@ def hiding_tokens(answer: Any) -> None:
     points=1,
     hints=[
         "Inside a host a rank ends up with 1/G of the gradients. Who else has the same part?",
-        "2M(W-G)/(GW) elements with W = 16 and G = 8, and two bytes for each.",
+        "2Ψ(W-G)/(GW) elements with W = 16 and G = 8, and two bytes for each.",
     ],
 )
 def across_hosts(answer: Any) -> None:

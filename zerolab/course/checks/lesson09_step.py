@@ -189,9 +189,7 @@ def _why_params(got: Tensor, wanted: Tensor, seen: Seen, place: int) -> str:
             "new ones up, after the update."
         )
     if torch.equal(got[own], wanted[own]):
-        return (
-            "This rank's part is right, the others' are not: all-gather, once your part is there."
-        )
+        return "This rank's part is right, the others' are not: all-gather what came up."
     return "The moments below are right; what the device has is not what the weights became."
 
 
