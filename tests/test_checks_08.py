@@ -1,5 +1,7 @@
 """The checks of lesson 08, run on real ranks: stub, solution, and near misses with their words."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,6 +133,23 @@ def four_rounds_written_down(full, shard, rank, n):
     gather(full, shard, rank, n, rounds=3)
 
 
+def length_written_down(full, shard, rank, n):
+    def chunk(k):
+        return full[3 * (k % n) : 3 * (k % n) + 3]
+
+    chunk(rank).copy_(shard)
+    for k in range(n - 1):
+        exchange(chunk(rank - k), chunk(rank - k - 1), (rank + 1) % n, (rank - 1) % n)
+
+
+def lengthens(full, shard, rank, n):
+    full.resize_(20)
+
+
+def ends_its_process(full, shard, rank, n):
+    os._exit(0)
+
+
 def natively(full, shard, rank, n):
     dist.all_gather_single(full, shard)
 
@@ -183,7 +202,11 @@ def test_08_2_passes(answer):
         (one_rank_skips, 0, "fewer rounds"),
         (of_the_whole_group, 0, "not 4"),
         (four_rounds_written_down, 2, "written down"),
-        (natively, 0, "no message from one rank"),
+        (length_written_down, 0, "must match the size"),
+        (lengthens, 0, "no longer 12"),
+        (ends_its_process, 0, "\nRank 0 ended with exit code 0"),
+        (natively, 0, "This is no ring: _allgather_base_ is no message from one rank"),
+        ("a ring", 0, "Give the function itself"),
         (with_comm, 0, "neighbour"),
         (ring_all_gather, 0, "write it yourself"),
         (lambda full: None, 0, "TypeError"),
@@ -316,6 +339,10 @@ def slope_of(sizes, seconds):
         (lambda s, t, n: fitted(s, t, n)[::-1], "in the other order"),
         (lambda s, t, n: (fitted(s, t, n)[0] * 1e6, fitted(s, t, n)[1]), "microseconds"),
         (lambda s, t, n: (fitted(s, t, n)[0], n / (n - 1) / slope_of(s, t)), "multiplied by N"),
+        (lambda s, t, n: (fitted(s, t, n)[0] * (n - 1) / n, fitted(s, t, n)[1]), "divided by N"),
+        (lambda s, t, n: (fitted(s, t, n)[0] * (n - 1) / 3, fitted(s, t, n)[1]), "`ranks`"),
+        (lambda s, t, n: (fitted(s, t, n)[0], fitted(s, t, n)[1] / 1e9), "GB a second"),
+        (lambda s, t, n: (fitted(s, t, n)[0], fitted(s, t, n)[1] / 1e6), "MB a second"),
         (lambda s, t, n: (50e-6, 100e6), "2 ranks, 1000 us"),
         (lambda s, t, n: None, "Return two numbers"),
         (lambda s, t, n: (1, 2), "two sizes, and subtract"),
@@ -340,6 +367,12 @@ def step_time(params, ranks, rate, compute, per_parameter=6, ring=None):
         (lambda *a: step_time(*a, ring=1), "(N-1)/N is missing"),
         (lambda *a: step_time(*a, ring=a[1] - 1), "all ranks together"),
         (lambda *a: step_time(*a, ring=1 / a[1]), "one chunk"),
+        (lambda *a: step_time(*a, per_parameter=48), "bits for bytes"),
+        (lambda *a: step_time(*a, per_parameter=2), "one pass"),
+        (lambda *a: step_time(*a, per_parameter=8), "gradients of 32 bits"),
+        (lambda *a: step_time(*a, per_parameter=18), "3 times 6Ψ"),
+        (lambda *a: step_time(*a, ring=7 / 8), "`ranks`"),
+        (lambda p, n, b, c: (step_time(p, n, b, c)[0], abs(c - 6 * p * (n - 1) / n / b)), "on top"),
         (lambda *a: step_time(*a)[::-1], "in the other order"),
         (lambda *a: (step_time(*a)[0], step_time(*a)[0] / 2), "only where both are equal"),
         (lambda p, n, b, c: (step_time(p, n, b, c)[0], min(c, 6 * p * (n - 1) / n / b)), "max"),
@@ -367,7 +400,7 @@ def test_the_lecture_s_exercise_3_with_its_missing_inputs_named():
         ("08.5", "8 MB", [("1 MB", "a chunk"), ("7 MB", "cancels; N does not"),
                           ("1.143 MB", "one α against"), ("16 MB", "the factor cancels"),
                           ("56 MB", "not there once more")]),
-        ("08.7", 5250, [(6000, "infinitely many"), (3500, "data parallelism, 4Ψ"),
+        ("08.7", "5,250", [(6000, "infinitely many"), (3500, "data parallelism, 4Ψ"),
                         (10500, "receiving together"), (2625, "elements"), (15750, "forward alone"),
                         (42000, "all ranks together"), (5250 * 7e9, "cancels")]),
         ("08.8", "3.25 GB", [("1.625 GB", "elements"), ("6.094 GB", "as printed"),

@@ -21,7 +21,8 @@ def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
 @pytest.mark.parametrize(
     ("number", "points", "right", "wrong"),
     [
-        ("09.1", 1, 2.5, [(5.5, "everything on the device"), (2, "parameters alone"),
+        ("09.1", 1, "2.5 bytes per parameter",
+                         [(5.5, "everything on the device"), (2, "parameters alone"),
                           (4, "whole gradients"), (1, "stage 3"), (5, "12/4"), (3, "two ranks"),
                           (14.5, "altogether"), (10, "all four ranks")]),
         ("09.4", 2, 51_400, [(6425, "eight compute"), (154_200, "forward alone"),
@@ -45,6 +46,11 @@ def ways_of(sizes, most=None):
 
 def crossing(edges, way):
     return sum(weight for u, v, weight in edges if (u in way) != (v in way))
+
+
+def down_and_up(edges, way):
+    down = sum(weight for u, v, weight in edges if u not in way and v in way)
+    return down, crossing(edges, way) - down
 
 
 def left(sizes, way):
@@ -82,6 +88,7 @@ def test_09_2_passes():
     expect("09.2", best_cut, 3, "passed")
     expect("09.2", by_grown_flow, 3, "passed")
     expect("09.2", lambda edges, sizes: sorted(best_cut(edges, sizes)), 3, "passed")
+    expect("09.2", lambda *given: dict.fromkeys(best_cut(*given)).keys(), 3, "passed")
 
 
 def least(measure):
@@ -116,8 +123,17 @@ def least(measure):
             lambda e, s: min(ways_of(s, 1), key=lambda w: (crossing(e, w), left(s, w))),
             "one node at a time",
         ),
+        (least(lambda e, s, w: (max(down_and_up(e, w)), left(s, w))), "the larger of the two"),
+        (least(lambda e, s, w: crossing(e, w) + left(s, w)), "first the least that crosses"),
+        (
+            lambda e, s: min(ways_of(s, len(s) - 1), key=lambda w: (crossing(e, w), left(s, w))),
+            "up to len(sizes)",
+        ),
+        (lambda e, s: (best_cut(e, s), 4), "you return {"),
+        (lambda e, s: [["states"]], "you return ['states']"),
+        (lambda e, s: {"grad16", "states", "update", "float2half"}, "Is a graph written down"),
         (least(lambda e, s, w: (-crossing(e, w), left(s, w))), "most that can cross"),
-        (lambda edges, sizes: {"forward-backward"}, "may not move"),
+        (lambda edges, sizes: {"forward-backward"}, "update, float2half may move"),
         (lambda edges, sizes: 4, "a int"),
         (lambda edges, sizes: {"grad16", "states", "update", "float2half"} & set(sizes), "edges"),
         (lambda edges, sizes: edges[0].weight, "AttributeError"),
@@ -319,6 +335,7 @@ def test_09_3_passes():
         (one_rank_skips, 0, "did not come back"),
         (lambda unit, below, comm: None, 0, "still zero"),
         (lambda unit, below, comm: below.states, 0, "AttributeError"),
+        (4, 0, "Give the function itself"),
     ],
 )
 def test_09_3_near_misses_are_named(answer, points, words):
@@ -401,6 +418,9 @@ def without_waiting(what):
         (changed(lambda task: Task(task.name, "disk", task.seconds, task.after)), 0, "on 'disk'"),
         (changed(lambda task: Task(task.name, task.stream, 0, task.after)), 0, "takes 0 s"),
         (lambda *given: 14.0, 0, "a list of Task"),
+        (lambda *given: [("read 0", "disk", 2.0, ())], 0, "entry 0 of the list is a tuple"),
+        (changed(lambda t: Task(t.name, t.stream, t.seconds, "".join(t.after))), 0, "A tuple of"),
+        (changed(lambda t: Task(t.name, t.stream, t.seconds, t.after or None)), 0, "A tuple of"),
         (lambda *given: two_rooms(4, *given[1:]), 0, "is there 0 times"),
         (lambda *given: given[9], 0, "IndexError"),
     ],
@@ -429,7 +449,9 @@ RIGHT = {
         ("with gradients", "2100 GB", "states alone"),
         ("with gradients", "2800 GB", "12 + 2"),
         ("with gradients", "2143.75 GB", "eight shards"),
+        ("with gradients", "350 GB", "gradients alone"),
         ("missing", "100 GB", "Without the gradients"),
+        ("missing", -450e9, "a positive number"),
         ("missing", "251 GB", "2 TiB"),
         ("missing", "800 GB", "14 bytes, not 16"),
         ("largest model", 2e12 / 12, "14 bytes, not 12"),

@@ -1,10 +1,12 @@
 """The checks of lesson 10: stub, solution, and near misses with their words; 10.2 on real ranks."""
 
+import numpy as np
 import pytest
 import torch
 from test_checks_04 import expect, stub
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 NUMBERS = [f"10.{n}" for n in range(1, 7)]
 
@@ -41,6 +43,8 @@ def rows(d, n):
 
 def test_10_1_passes():
     expect("10.1", rows, 2, "passed")
+    expect("10.1", lambda d, n: torch.tensor(rows(d, n)), 2, "passed")
+    expect("10.1", lambda d, n: list(np.array(rows(d, n))), 2, "passed")
     expect("10.1", lambda d, n: tuple(len(c) for c in torch.arange(d).chunk(n))
            + (0,) * (n - len(torch.arange(d).chunk(n))), 2, "passed")  # fmt: skip
 
@@ -54,6 +58,10 @@ def test_10_1_passes():
         (lambda d, n: [d // n] * (n - 1) + [d - d // n * (n - 1)], "last rank takes the rest"),
         (lambda d, n: [d / n] * n, "A row is not cut"),
         (lambda d, n: [min(-(-d // n), d - r * -(-d // n)) for r in range(n)], "Less than no rows"),
+        (lambda d, n: [count for count in rows(d, n) if count], "is a rank, too"),
+        (lambda d, n: rows(d, n)[::-1], "The first ranks get the whole pieces"),
+        (lambda d, n: rows(d, 4), "`ranks`"),
+        (lambda d, n: [d // n + (rank >= n - d % n) for rank in range(n)], "5 rows on 4 ranks"),
         (lambda d, n: [2, 2, 1, 0], "9 rows on 4 ranks"),
         (lambda d, n: [Whatever()] * n, "whole number"),
         (lambda d, n: -(-d // n), "whole number"),
@@ -122,6 +130,29 @@ def low_precision(model, mesh):
     return sharded(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
+def low_precision_sums(model, mesh):
+    return sharded(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+
+
+def low_precision_model(model, mesh):
+    return sharded(model.bfloat16(), mesh)
+
+
+def freed_in_part(model, mesh):
+    for unit in model.units():
+        fully_shard(unit, mesh=mesh, reshard_after_forward=2)
+    return fully_shard(model, mesh=mesh)
+
+
+def last_dimension(model, mesh):
+    return sharded(model, mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+
+
+def all_in_one_call(model, mesh):
+    fully_shard(list(model.units()), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def first_fsdp(model, mesh):
     return FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"))
 
@@ -160,8 +191,8 @@ def test_10_2_passes(answer):
 @pytest.mark.parametrize(
     ("answer", "points", "words"),
     [
-        (root_only, 1, "Only the root"),
-        (root_only_and_freed, 1, "Only the root"),
+        (root_only, 1, "only the root was passed"),
+        (root_only_and_freed, 1, "only the root was passed"),
         (blocks, 3, "the embedding and the head together"),
         (kept, 2, "SHARD_GRAD_OP's layout"),
         (root_first, 0, "From the inside out"),
@@ -170,6 +201,11 @@ def test_10_2_passes(answer):
         (linears, 1, "pass whole units"),
         (data_parallel, 0, "this is DDP"),
         (low_precision, 2, "leave mp_policy out"),
+        (low_precision_sums, 2, "Gradients travel in another precision"),
+        (low_precision_model, 2, "the model as it is"),
+        (freed_in_part, 2, "leave reshard_after_forward out"),
+        (last_dimension, 0, "an option besides mesh"),
+        (all_in_one_call, 1, "or all units in one call"),
         (first_fsdp, 0, "which is FSDP1"),
         (pairs, 2, "hybrid sharding"),
         (two_blocks_in_one, 0, "Pass each of model.units()"),
@@ -226,14 +262,21 @@ def test_10_4_passes():
         ("unused", "1.4 GiB", "unused as well"),
         ("unused", "6.2 GiB", "Before the request"),
         ("unused", "9.70 GB", "GiB written as GB"),
+        ("unused", 9.7, "Write the unit"),
+        ("short", 2.1, "Write the unit"),
+        ("outside", 1.1, "Write the unit"),
+        ("outside", "2.75 GiB", "begin with what is in use"),
+        ("unused", "10.8 GiB", "is in use"),
     ],
 )
 def test_10_4_near_misses_are_named(entry, answer, words):
     expect("10.4", MEMORY | {entry: answer}, 2, words)
 
 
-def choose(params, ranks, memory, room, unit, whole=2, both=4, states=16, last=None):
+def choose(params, ranks, memory, room, unit, whole=2, both=4, states=16, last=None, first=None):
     held = states * params / ranks + room
+    if first and held + both * unit <= memory:
+        return first
     if held + whole * params <= memory:
         return "SHARD_GRAD_OP"
     return "FULL_SHARD" if held + both * unit <= memory else last
@@ -255,6 +298,14 @@ def test_10_5_passes():
         (lambda *a: choose(*a, both=2), "one at work"),
         (lambda *a: choose(*a, last="FULL_SHARD"), "return None"),
         (lambda p, n, m, r, u: choose(p, n, m - 1, r, u), "fits exactly"),
+        (lambda *a: choose(*a, both=8), "two of them 4"),
+        (lambda *a: choose(*a, both=6), "not three"),
+        (lambda *a: choose(*a, states=12), "an earlier micro-batch"),
+        (lambda *a: choose(*a, states=16 * a[1]), "divided by the number of ranks"),
+        (lambda *a: choose(*a, whole=2 / a[1]), "not 2Ψ/N"),
+        (lambda *a: choose(*a, first="FULL_SHARD"), "where both fit"),
+        (lambda p, n, m, r, u: choose(p, n, n * m, r, u), "do not add it up"),
+        (lambda *a: None, "In some cases one"),
         (lambda *a: "FULL_SHARD", "1.5 times"),
         (lambda *a: "SHARD_GRAD_OP", "does not always fit"),
         (lambda *a: Whatever(), 'Return "SHARD_GRAD_OP"'),
@@ -282,6 +333,7 @@ def test_10_6_passes_and_each_claim_earns_its_point():
     expect("10.6", CLAIMS | wrong, 3, "is no choice")
     expect("10.6", dict.fromkeys(CLAIMS, (Whatever(), Whatever())), 0, "is no choice")
     expect("10.6", CLAIMS | {"sent": "1.5"}, 5, "is no pair")
+    expect("10.6", CLAIMS | {"sent": (1.5, "124,200 bytes")}, 6, "passed")
 
 
 @pytest.mark.parametrize(
@@ -301,6 +353,10 @@ def test_10_6_passes_and_each_claim_earns_its_point():
         ("SHARD_GRAD_OP", ("whole", 82_800), "would be ZeRO-2"),
         ("SHARD_GRAD_OP", ("sharded", 110_400), "with gradients"),
         ("SHARD_GRAD_OP", ("sharded", 138_000), "stage 2"),
+        ("SHARD_GRAD_OP", ("sharded", 96_600), "our stage 3"),
+        ("SHARD_GRAD_OP", ("sharded", 165_600), "end of forward"),
+        ("sent", ("1.5", 165_582), "DDP in fp32"),
+        ("sent", (124_200, "1.5"), 'First the choice, one of "1", "1.5", "3"'),
         ("sent", ("3", 124_200), "bytes by elements"),
         ("sent", ("1", 124_200), "gathers once"),
         ("sent", ("1.5", 82_800), "SHARD_GRAD_OP"),

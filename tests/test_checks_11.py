@@ -1,8 +1,10 @@
 """The checks of lesson 11: diagnoses, repairs on real ranks, and near misses with their words."""
 
+import numpy as np
 import pytest
 import torch
 from test_checks_04 import expect, stub
+from test_checks_10 import AnyWord
 
 from zerolab.course.faults import FAULTS, PATIENTS
 
@@ -49,6 +51,9 @@ def test_diagnoses_that_cannot_be_read_are_named():
     names = {n: PATIENTS[n - 1] for n in range(1, 5)}
     expect("11.1", names | {2: "the 1/N is forgoten"}, 0, 'Did you mean "the 1/N is forgotten"')
     expect("11.1", names | {2: 7}, 0, "not in the list")
+    expect("11.1", names | {2: [PATIENTS[1]]}, 0, "not in the list")
+    expect("11.1", {str(n): fault for n, fault in names.items()}, 0, "as in {1: …}")
+    expect("11.1", names | {2: AnyWord(PATIENTS[5])}, 0, "not in the list")
     expect("11.1", dict.fromkeys(range(1, 5), "whole gradients are kept"), 0, "0 of 4")
 
 
@@ -58,6 +63,10 @@ def squares(shard, comm):
 
 def factor(shard, real, max_norm, comm):
     norm = squares(shard[:real], comm) ** 0.5 / comm.world_size
+    return min(1.0, max_norm / norm) / comm.world_size
+
+
+def clipped(max_norm, norm, comm):
     return min(1.0, max_norm / norm) / comm.world_size
 
 
@@ -98,12 +107,20 @@ def of_the_sum(shard, real, max_norm, comm):
         (sum_of_norms, "norms cannot"),
         (largest_norm, "the largest"),
         (no_root, "root is missing"),
-        (of_the_sum, "norm of the sum: clip"),
+        (of_the_sum, "the norm of the sum"),
         (lambda s, r, m, c: factor(s, r, m, c) * 4, "1/N is missing"),
         (lambda s, r, m, c: of_the_sum(s, r, m, c) * 4, "nothing is to be clipped"),
         (lambda s, r, m, c: m / squares(s[:r], c) ** 0.5, "no gradient is blown up"),
         (lambda s, r, m, c: 0.25, "the mean, unclipped"),
-        (lambda s, r, m, c: 1 / 157, "max_norm 100"),
+        (lambda s, r, m, c: min(1.0, m / (157 / 4)) / 4, "the factor of rank 0"),
+        (lambda s, r, m, c: 1 / 157 if m == 1 else 1 / c.world_size, "the factor of rank 0"),
+        (lambda s, r, m, c: min(1.0, m / squares(s[:r], c) ** 0.5 * 4) / 4, "On three"),
+        (lambda s, r, m, c: factor(s, r, m, c) / c.world_size, "divides by N twice"),
+        (lambda s, r, m, c: clipped(m, (squares(s[:r], c) / c.world_size) ** 0.5, c), "its root"),
+        (lambda s, r, m, c: squares(s[:r], c) ** 0.5 / c.world_size, "That is the norm"),
+        (lambda s, r, m, c: clipped(m, c.control_sum(s[:r]).norm().item(), c), "the same length"),
+        (lambda s, r, m, c: "0.25", "returns a str"),
+        ("a factor", "Give the function itself"),
         (lambda s, r, m, c: None, "Return a number"),
         (lambda s, r, m, c: local(s, r, m, c) if c.rank == 0 else factor(s, r, m, c), "come back"),
     ],
@@ -127,6 +144,12 @@ def counted(choose):
     return answer
 
 
+def four_written_out(own, comm):
+    counts = torch.empty(4, dtype=torch.int64)
+    comm.all_gather(counts, torch.tensor([own]))
+    return int(counts.min())
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -135,8 +158,12 @@ def counted(choose):
         (counted(lambda counts: int(counts[0])), "what rank 0 has"),
         (counted(lambda counts: int(counts.sum())), "Sum or mean"),
         (counted(lambda counts: int(counts.min()) - 1), "thrown away"),
-        (counted(lambda counts: counts.min()), "a Tensor"),
+        (counted(lambda counts: float(counts.min())), "a float"),
+        (counted(lambda counts: int(counts.median())), "has only"),
+        (counted(lambda counts: max(1, int(counts.min()))), "Rank 2 has only 0"),
+        (four_written_out, "On three"),
         (lambda own, comm: min(own, 3), "The ranks disagree"),
+        (3, "Give the function itself"),
         (lambda own, comm: 2, "With [4, 4, 4, 4]"),
         (lambda own, comm: common(own, comm) if comm.rank else own, "come back"),
     ],
@@ -147,7 +174,11 @@ def test_11_5_near_misses_are_named(answer, words):
 
 def test_repairs_pass():
     expect("11.4", factor, 3, "passed")
+    expect("11.4", lambda *given: np.float32(factor(*given)), 3, "passed")
+    expect("11.4", lambda *given: torch.tensor([factor(*given)]), 3, "passed")
     expect("11.5", common, 3, "passed")
+    expect("11.5", counted(lambda counts: counts.min()), 3, "passed")
+    expect("11.5", counted(lambda counts: counts.numpy().min()), 3, "passed")
 
 
 def test_11_6_numbers():

@@ -37,7 +37,7 @@ def test_every_patient_has_one_fault_and_no_two_show_the_same():
 
 def test_a_chart_names_who_waits_and_the_first_call_that_differs(ward):
     skips = str(ward.chart(1 + PATIENTS.index("a rank skips a collective")))
-    assert "ranks 0, 1, 3 waiting in all_gather; rank 2 done" in skips
+    assert "ranks 0, 1, 3 waiting in all_gather\n" in skips and "  rank 2 done\n" in skips
     assert "rank 2 makes 23 calls, most have begun 24; the last is gather head" in skips
     order = str(ward.chart(1 + PATIENTS.index("another order on one rank")))
     assert "rank 1 calls reduce block 0 where most call reduce block 1, in place 2" in order

@@ -6,9 +6,17 @@ import sys
 import pytest
 import sympy as sp
 
-from zerolab.theory import Derivation, derive_16psi, derive_stage, notation_table
+from zerolab.theory import (
+    Derivation,
+    derive_16psi,
+    derive_hybrid,
+    derive_ring,
+    derive_stage,
+    notation_table,
+)
 from zerolab.theory.derivation import difference
-from zerolab.theory.notation import NOTATION, K, N_d, Psi, c, m, plain
+from zerolab.theory.layouts import layout
+from zerolab.theory.notation import NOTATION, G, K, N_d, Psi, W, c, latex, m, plain
 
 
 def test_a_wrong_step_is_refused_with_the_difference():
@@ -56,6 +64,20 @@ def test_rendering_shows_every_line_and_reason():
     assert "4*Ψ + 12*Ψ/N_d" in text
     assert str(derivation) == str(derive_stage(1)), "the same text every time"
     assert r"optimizer states, K = 12" in derive_16psi().latex()
+
+
+def test_a_difference_is_written_with_its_positive_term_first():
+    assert plain(W - G) == "W - G" and latex(1 - G / W) == r"1 - \frac{G}{W}"
+    assert plain(-G - W) == "-G - W" and plain(2 * W - 1) == "2*W - 1"
+    assert plain(Psi + W - G) == "Ψ - G + W", "the other terms stay where sympy has them"
+
+
+def test_the_ring_and_the_hybrid_show_where_their_formulas_come_from():
+    first, last = str(derive_ring("all_gather")).splitlines()[1:]
+    assert "(S/N_d)*(N_d - 1) " in first and "S*(N_d - 1)/N_d " in last
+    first, last = str(derive_hybrid()).splitlines()[1:]
+    assert "2*(Ψ/G)*(1 - G/W) " in first and "2*Ψ*(W - G)/(G*W) " in last
+    assert "4*Ψ*(N_d - G)/(G*N_d)" in plain(layout("HYBRID_SHARD").sent())
 
 
 def test_symbols_are_positive_integers_with_meaning_and_unit():

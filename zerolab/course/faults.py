@@ -296,7 +296,10 @@ class Chart:
         pairs = zip(_rows(self.healthy, self.healthy), _rows(self.run, self.healthy), strict=True)
         rows = titles + [(name, well, ill) for (name, well), (_, ill) in pairs]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+        under = "\n" + " " * (sum(widths) + 4)  # a hang is told in two lines: pages are narrow
+        lines = [
+            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c.replace('; ', under)}" for a, b, c in rows
+        ]
         usual = Counter(tuple(r.calls) for r in self.run.ranks).most_common(1)[0][0]
         for rank, record in enumerate(self.run.ranks):
             if tuple(record.calls) != usual:
@@ -316,7 +319,7 @@ def _rows(run: Run, healthy: Run) -> list[tuple[str, str]]:
         ("last loss, by rank", " ".join(f"{r.losses[-1]:.1f}" for r in run.ranks)),
         ("weights, by rank (H: healthy)", " ".join(letters)),
         ("norm after micro-batches 1, 2", " ".join(f"{x:.2g}" for x in run.norms()[:2])),
-        ("N times the update's factor, by rank", " ".join(f"{x:.2g}" for x in factors)),
+        ("N times the factor, by rank", " ".join(f"{x:.2g}" for x in factors)),
         ("padding in the gradients", padding),
         *((f"held: {kind.replace('_', ' ')}", f"{first.held[kind]:,}") for kind in KINDS),
         *((f"sent in a step: {name.replace('_', ' ')}", f"{first.sent[name]:,}")

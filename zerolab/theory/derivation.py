@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import sympy as sp
 
-from zerolab.theory.notation import plain
+from zerolab.theory.notation import latex, plain
 
 Parts: TypeAlias = Mapping[str, sp.Expr | int]
 Value: TypeAlias = sp.Expr | int | Parts
@@ -32,8 +32,8 @@ class Step:
 
     def latex(self) -> str:
         brace, pairs = r"\underbrace{%s}_{\text{%s}}", self.parts
-        shown = [brace % (sp.latex(expr), name.replace("_", r"\_")) for name, expr in pairs]
-        return " + ".join(shown) or str(sp.latex(self.expr))
+        shown = [brace % (latex(expr), name.replace("_", r"\_")) for name, expr in pairs]
+        return " + ".join(shown) or latex(self.expr)
 
 
 def _read(value: Value) -> tuple[sp.Expr, tuple[tuple[str, sp.Expr], ...]]:

@@ -45,7 +45,7 @@ class Layout:
         if not self.hybrid:
             return total
         within, reduce = total.subs(N_d, G), recipe_named(self.recipe).reduce_bytes
-        return within + sp.factor(reduce * Psi * HYBRID["hybrid"].subs(W, N_d))
+        return within + reduce * Psi * HYBRID["hybrid"].subs(W, N_d)
 
     def gathers(self) -> int:
         """All-gathers of each unit's parameters in a step of one micro-batch."""

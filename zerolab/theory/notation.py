@@ -7,6 +7,8 @@ The plain strings are shared with the rest of the package, where code moves tens
 from dataclasses import dataclass
 
 import sympy as sp
+from sympy.printing.latex import LatexPrinter
+from sympy.printing.str import StrPrinter
 
 KINDS = ("parameters", "gradients", "optimizer_states")
 COMPONENTS = ("working parameter", "gradient", "master weight", "momentum", "variance")
@@ -51,9 +53,29 @@ NOTATION = (
 )
 
 
+class _PositiveFirst:
+    """Makes a printer write W - G, where sympy's own order of terms has -G + W."""
+
+    def _as_ordered_terms(self, expr: sp.Expr, order: str | None = None) -> list[sp.Expr]:
+        terms: list[sp.Expr] = super()._as_ordered_terms(expr, order)  # type: ignore[misc]
+        first = next((t for t in terms if not t.could_extract_minus_sign()), terms[0])
+        return [first, *(t for t in terms if t is not first)]
+
+
+class _Text(_PositiveFirst, StrPrinter): ...
+
+
+class _Latex(_PositiveFirst, LatexPrinter): ...
+
+
+def latex(expr: sp.Expr) -> str:
+    """An expression in LaTeX, positive terms first."""
+    return str(_Latex().doprint(expr))
+
+
 def plain(expr: sp.Expr) -> str:
     """An expression as one line of text: 4*Psi + 12*Psi/N_d becomes 4*Ψ + 12*Ψ/N_d."""
-    return sp.sstr(expr).replace("**", "^").replace("Psi", "Ψ").replace("alpha", "α")
+    return str(_Text().doprint(expr)).replace("**", "^").replace("Psi", "Ψ").replace("alpha", "α")
 
 
 @dataclass(frozen=True)

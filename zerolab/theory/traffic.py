@@ -94,7 +94,8 @@ def derive_ring(collective: str) -> Derivation:
         parts, why = dict.fromkeys(COLLECTIVES[1:], S * RING), "sum, then hand round"
         return Derivation(title, parts, why, unit=unit).then(2 * S * RING, "two passes")
     why = "N_d - 1 rounds, each passing one chunk of S/N_d bytes to the neighbour"
-    return Derivation(title, (N_d - 1) * (S / N_d), why, unit=unit).then(S * RING, "regrouped")
+    rounds = sp.Mul(N_d - 1, S / N_d, evaluate=False)
+    return Derivation(title, rounds, why, unit=unit).then(S * RING, "regrouped")
 
 
 def derive_sent(
@@ -166,17 +167,19 @@ def ring_time_s(
 
 
 HYBRID = {  # what a rank sends to other hosts in a step, in units of the model (FSDP §3.2.2)
-    "replicate": 2 * (W - 1) / W,
+    "replicate": 2 / W * (W - 1),
     "full": 3 * (W - 1) / W,
-    "hybrid": 2 * (W - G) / (G * W),  # all-reduce of a 1/G shard over the W/G groups
+    "hybrid": 2 / (G * W) * (W - G),  # all-reduce of a 1/G shard over the W/G groups
     "hybrid as printed": 2 * (W - 1) / (G * W),  # FSDP §3.2.2
 }
 
 
 def derive_hybrid() -> Derivation:
     """Cross-host traffic of hybrid sharding: an all-reduce of a shard between W/G hosts."""
-    groups = W / G
     title, unit = "Hybrid sharding, cross-host traffic", "elements sent per rank and step"
-    why = "an all-reduce over W/G hosts of the 1/G of gradients that a rank owns"
-    start = Derivation(title, 2 * (groups - 1) / groups / G * Psi, why, unit=unit)
-    return start.then(HYBRID["hybrid"] * Psi, "W/G - 1 over W/G is (W - G)/W")
+    why = (
+        "an all-reduce, 2S(1 - 1/N), of the S = Ψ/G gradients that a rank owns, over N = W/G hosts"
+    )
+    owned = sp.Mul(2, Psi / G, 1 - G / W, evaluate=False)
+    start = Derivation(title, owned, why, unit=unit)
+    return start.then(HYBRID["hybrid"] * Psi, "over one denominator")

@@ -25,8 +25,7 @@ def expect_function(
     The first difference is shown. A misstep is recognised where it agrees with the answer in all
     cases; an exception of the answer passes through, unless a difference comes before it.
     """
-    if not callable(answer):
-        raise Wrong(f"This is {type_of(answer)}.", "Give the function itself.")
+    expect_callable(answer)
     got = [_outcome(answer, case) for case in cases]
     for case, one in zip(cases, got, strict=True):
         if isinstance(one, Exception):
@@ -36,6 +35,12 @@ def expect_function(
                 (words for wrong, words in missteps if _agree(wrong, cases, got, same)), otherwise
             )
             raise Wrong(f"For {describe(*case)} it is {wanted}; you return {one!r}.", words)
+
+
+def expect_callable(answer: Any) -> None:
+    """Raises Wrong for an answer that is no function, before it is tried anywhere."""
+    if not callable(answer):
+        raise Wrong(f"This is {type_of(answer)}.", "Give the function itself.")
 
 
 def _agree(

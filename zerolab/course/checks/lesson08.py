@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections import Counter
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
+from zerolab.course.checks.functions import expect_callable
 from zerolab.course.checks.numbers import Slip, expect_bytes
 from zerolab.course.checks.on_ranks import on_ranks
 from zerolab.practice.meter import Meter
 
 WORLD_SIZES = (4, 3, 2, 1)  # each on ranks 0, 1 … of the checks' four
-LENGTH = 3  # elements of a chunk
+LENGTHS = {4: 3, 3: 5, 2: 4, 1: 2}  # elements of a chunk, in a ring of so many ranks
 BASE = 8  # of the codes below: how often a part was added, at most seven times
 
 
@@ -105,17 +107,17 @@ class Seen:
 def _gather_trial(answer: Callable[..., Any], world_size: int, key: int) -> Seen:
     """Runs on a rank."""
     rank = dist.get_rank()
-    shard, full = _shard(rank, key), torch.full((world_size * LENGTH,), -1)
+    shard, full = _shard(rank, key, world_size), torch.full((world_size * LENGTHS[world_size],), -1)
     with _RingMeter(rank, world_size, shard) as meter:
         returned = answer(full, shard, rank, world_size)
-    unchanged = torch.equal(shard, _shard(rank, key))
+    unchanged = torch.equal(shard, _shard(rank, key, world_size))
     return Seen(full, meter.sent.total(), unchanged, returned is not None)
 
 
 def _reduce_trial(answer: Callable[..., Any], world_size: int, key: int) -> Seen:
     """Runs on a rank."""
     rank = dist.get_rank()
-    shard, full = torch.full((LENGTH,), -1), _full(rank, world_size, key)
+    shard, full = torch.full((LENGTHS[world_size],), -1), _full(rank, world_size, key)
     with _RingMeter(rank, world_size, shard) as meter:
         returned = answer(shard, full, rank, world_size)
     unchanged = torch.equal(full, _full(rank, world_size, key))
@@ -127,24 +129,29 @@ def _new_key() -> int:
     return 12 * (secrets.randbelow(100) + 1)
 
 
-def _shard(rank: int, key: int) -> Tensor:
-    """(LENGTH,) integers that tell whose they are."""
-    return (torch.arange(LENGTH) + 100 * (rank + 1)) * key
+def _shard(rank: int, key: int, world_size: int) -> Tensor:
+    """(length of a chunk,) integers that tell whose they are."""
+    return (torch.arange(LENGTHS[world_size]) + 100 * (rank + 1)) * key
 
 
 def _full(rank: int, world_size: int, key: int) -> Tensor:
-    """(world_size * LENGTH,) integers: from their sum one reads which parts are in it, how often.
+    """(world_size chunks,) integers: from their sum one reads which parts are in it, how often.
 
     Rank r's part of chunk c counts 8^(r + world_size·c): each has a digit of its own in base 8.
     """
     digits = [BASE ** (rank + world_size * c) * key for c in range(world_size)]
-    return torch.tensor([digit * (i + 1) for digit in digits for i in range(LENGTH)])
+    length = LENGTHS[world_size]
+    return torch.tensor([digit * (i + 1) for digit in digits for i in range(length)])
 
 
 def _run(trial: Callable[..., Seen], answer: Any, world_size: int, key: int) -> list[Seen]:
+    expect_callable(answer)
     try:
         return on_ranks(trial, answer, world_size, key, ranks=list(range(world_size)))
     except Wrong as wrong:
+        if "NotARing: " in wrong.difference:
+            told = re.sub(r"^.*?NotARing: ", "This is no ring: ", wrong.difference)
+            raise Wrong(told) from None
         if "did not come back" not in wrong.difference:
             raise
         raise Wrong(
@@ -157,7 +164,7 @@ def _run(trial: Callable[..., Seen], answer: Any, world_size: int, key: int) -> 
 
 def _budget(seen: Seen, rank: int, world_size: int) -> None:
     """Raises Wrong, with half of the points, for a right result that cost too much."""
-    chunk = seen.got.element_size() * LENGTH
+    chunk = seen.got.element_size() * LENGTHS[world_size]
     right = (world_size - 1) * chunk
     if not seen.unchanged:
         raise Wrong(
@@ -181,7 +188,10 @@ def _budget(seen: Seen, rank: int, world_size: int) -> None:
     )
 
 
-def _written(seen: Seen, name: str, rank: int, begin: str) -> None:
+def _written(seen: Seen, name: str, rank: int, begin: str, length: int) -> None:
+    if len(seen.got) != length:
+        raise Wrong(f"On rank {rank} {name} has {len(seen.got)} elements, no longer {length}.",
+                    "Write into the tensor as it is: its length is the caller's.")  # fmt: skip
     if (seen.got == -1).all():
         why = "Write into the tensor that you are given; what you return is not looked at."
         why = why if seen.returned else begin
@@ -205,11 +215,12 @@ def _written(seen: Seen, name: str, rank: int, begin: str) -> None:
 def ring_all_gather(answer: Any) -> None:
     key = _new_key()
     for n in WORLD_SIZES:
-        right = torch.cat([_shard(rank, key) for rank in range(n)])
+        right = torch.cat([_shard(rank, key, n) for rank in range(n)])
         for rank, seen in enumerate(_run(_gather_trial, answer, n, key)):
-            _written(seen, "full", rank, "Begin with your own shard: it has a place in full, too.")
+            begin = "Begin with your own shard: it has a place in full, too."
+            _written(seen, "full", rank, begin, n * LENGTHS[n])
             if not torch.equal(seen.got, right):
-                place = int((seen.got != right).nonzero()[0]) // LENGTH
+                place = int((seen.got != right).nonzero()[0]) // LENGTHS[n]
                 raise Wrong(f"On rank {rank} of {n} chunk {place} of full is not rank {place}'s "
                             "shard.", _why_gathered(seen.got, rank, n, key))  # fmt: skip
             _budget(seen, rank, n)
@@ -218,7 +229,7 @@ def ring_all_gather(answer: Any) -> None:
 def _why_gathered(got: Tensor, rank: int, n: int, key: int) -> str:
     whose: list[int | None] = [None] * n  # whose shard stands in each place; -1: nobody's yet
     for place, chunk in enumerate(got.view(n, -1)):
-        known = [r for r in range(n) if torch.equal(chunk, _shard(r, key))]
+        known = [r for r in range(n) if torch.equal(chunk, _shard(r, key, n))]
         whose[place] = known[0] if known else -1 if (chunk == -1).all() else None
     left, last = (rank - 1) % n, (rank + 1) % n
     empty = [place for place in range(n) if whose[place] == -1]
@@ -265,7 +276,8 @@ def ring_reduce_scatter(answer: Any) -> None:
         total = sum(_full(rank, n, key) for rank in range(n))
         assert isinstance(total, Tensor)
         for rank, seen in enumerate(_run(_reduce_trial, answer, n, key)):
-            _written(seen, "shard", rank, "At the end, copy the sum that came to you into it.")
+            begin = "At the end, copy the sum that came to you into it."
+            _written(seen, "shard", rank, begin, LENGTHS[n])
             if not torch.equal(seen.got, total.view(n, -1)[rank]):
                 raise Wrong(
                     f"On rank {rank} of {n} shard is not the sum of every rank's chunk {rank}.",

@@ -35,6 +35,8 @@ def fit_link(answer: Any) -> None:
             times[0] / (n - 1): "A round of the smallest also carries bytes: take them away first.",
             rate: "The two are in the other order: (latency_s, bytes_per_s).",
             alpha * 1e6: "That is in microseconds: seconds, please.",
+            alpha * (n - 1) / n: "You divided by N: there are N-1 rounds.",
+            alpha * (n - 1) / 3: "You divided by 3, for four ranks: their number is `ranks`.",
         }
         rate_slips = {
             1 / slope: "That is bytes of the full buffer per second; (N-1)/N of them pass a link.",
@@ -43,6 +45,8 @@ def fit_link(answer: Any) -> None:
             sizes[-1] / times[-1]: "S over t counts the latency as if it were bytes.",
             (n - 1) / n * sizes[-1] / times[-1]: "The time of the largest still has α in it.",
             1 / (n * slope): "A round moves S/N, and there are N-1 rounds.",
+            rate / 1e9: "That is in GB a second: bytes, please.",
+            rate / 1e6: "That is in MB a second: bytes, please.",
         }
         asked = f"{n} ranks, {alpha * 1e6:g} us, {rate / 1e6:g} MB/s"
         _close(got[0], alpha, latency_slips, f"{asked}: the latency is not {got[0]:.3g} s.")
@@ -113,12 +117,21 @@ def step_time(answer: Any) -> None:
             3 * psi * ring / rate: "That moves 3Ψ bytes: 3Ψ are the elements, each has two bytes.",
             4 * psi * ring / rate: "4Ψ is data parallelism; stage 3 gathers once more, 6Ψ.",
             6 * psi / rate: "(N-1)/N is missing: nobody sends to itself. One rank sends nothing.",
-            6 * psi * (n - 1) / rate: "That is all ranks together: each has a link of its own.",
+            6 * psi * (n - 1) / rate: "That is all ranks together, each of which has a link of its "
+            "own; or bits for bytes.",
+            2 * psi * ring / rate: "That is one pass: stage 3 gathers twice and reduces once.",
+            8 * psi * ring / rate: "8Ψ has gradients of 32 bits: here all elements have 16.",
+            18 * psi * ring / rate: "That is 3 times 6Ψ: 6Ψ already are all three passes.",
+            6 * psi * 7 / 8 / rate: "7/8 is (N-1)/N for eight ranks: their number is `ranks`.",
             6 * psi / n / rate: "That is one chunk of each pass: there are N-1 rounds.",
         }
         guesses = [
             ((right[1], right[0]), "The two are in the other order: (serial_s, overlapped_s)."),
             ((right[0], min(compute, link)), "The shorter one cannot be the whole: take max."),
+            (
+                (right[0], abs(compute - link)),
+                "What does not overlap comes on top: take the longer.",
+            ),
             ((right[0], right[0] / 2), "Overlap halves the time only where both are equal."),
             ((right[0] * 1e3, right[1] * 1e3), "That is in milliseconds: seconds, please."),
             *(((compute + x, max(compute, x)), why) for x, why in wrong_links.items()),
@@ -163,7 +176,7 @@ def hiding_tokens(answer: Any) -> None:
     points=1,
     hints=[
         "Inside a host a rank ends up with 1/G of the gradients. Who else has the same part?",
-        "2M(W-G)/(GW) elements with W = 16 and G = 8, and two bytes for each.",
+        "2Ψ(W-G)/(GW) elements with W = 16 and G = 8, and two bytes for each.",
     ],
 )
 def across_hosts(answer: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import combinations
 from typing import Any
 
@@ -56,6 +56,8 @@ _GRAPHS: tuple[tuple[Edges, Sizes], ...] = (
         (("work", "x", 1), ("x", "work", 2), ("work", "y", 6), ("y", "work", 0), ("x", "y", 1)),
         {"x": 2, "y": 30},
     ),
+    # "q" carries less in all than "p", and more in one direction
+    ((("work", "p", 2), ("p", "work", 2), ("work", "q", 3), ("q", "work", 0)), {"p": 9, "q": 3}),
     # sums of 32 bits: gradients and states as before, and parameters of 32 bits go up
     (
         (("param", "work", 8), ("work", "grad", 4), ("grad", "update", 4), ("states", "update", 8),
@@ -98,6 +100,14 @@ _CUT_SLIPS: list[Misstep] = [
     (_by(lambda e, s, w: (sum(x for u, v, x in e if u in w or v in w), _stays(s, w))),
      ("You tried one node at a time, or counted edges with both ends below: several may move "
      "together, and what lies between them does not cross.")),
+    (_by(lambda e, s, w: (max(sum(x for u, v, x in e if u not in w and v in w),
+                              sum(x for u, v, x in e if u in w and v not in w)), _stays(s, w))),
+     "You took the larger of the two directions: what crosses is both together."),
+    (_by(lambda e, s, w: _crossing(e, w) + _stays(s, w)),
+     "You added up what crosses and what stays: first the least that crosses, then what stays."),
+    (lambda e, s: min((w for w in _ways(s) if len(w) < len(s)),
+                      key=lambda w: (_crossing(e, w), _stays(s, w))),
+     "All of them together may move, too: k goes up to len(sizes)."),
     (_by(lambda e, s, w: (len([x for u, v, x in e if (u in w) != (v in w)]), _stays(s, w))),
      "You counted edges: their bytes are the third entry."),
     (_by(lambda e, s, w: (-_crossing(e, w), _stays(s, w))), "That is the most that can cross."),
@@ -120,10 +130,12 @@ _CUT_SLIPS: list[Misstep] = [
 def where_to_cut(answer: Any) -> None:
     def tried(edges: Edges, sizes: Sizes) -> Any:
         got = answer(list(edges), dict(sizes))  # copies: an answer may use them up
-        if not isinstance(got, set | frozenset | list | tuple):
+        if not isinstance(got, Set | list | tuple):
             raise Wrong(f"You return {type_of(got)}.", "Return the set of the nodes that move.")
-        if odd := [node for node in got if node not in sizes]:
-            raise Wrong(f"{odd[0]!r} may not move.", "Only the nodes in `sizes` may.")
+        if odd := [node for node in got if type(node) is not str or node not in sizes]:
+            may = f"In this graph only {', '.join(sizes)} may move"
+            raise Wrong(f"{may}; you return {odd[0]!r}, too.", "Is a graph written down? Return "
+                        "a set of names that are in `sizes`.")  # fmt: skip
         return set(got)
 
     expect_function(
@@ -165,8 +177,15 @@ def _judge_order(
     answer: Any, units: int, read_s: float, update_s: float, write_s: float, where: str
 ) -> None:
     tasks = answer(units, read_s, update_s, write_s)
-    if not isinstance(tasks, list | tuple) or not all(isinstance(t, Task) for t in tasks):
+    if not isinstance(tasks, list | tuple):
         raise Wrong(f"{where}: this is {type_of(tasks)}.", "Return a list of Task(...).")
+    for place, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise Wrong(f"{where}: entry {place} of the list is {type_of(task)}.",
+                        "Each entry is a Task(name, stream, seconds, after).")  # fmt: skip
+        if not isinstance(task.after, list | tuple):
+            raise Wrong(f"{where}: {task.name} has after={task.after!r}.",
+                        'A tuple of names, even of one: ("read 0",), or () for none.')  # fmt: skip
     costs = {"read": ("disk", read_s), "update": ("cpu optimizer", update_s),
              "write": ("disk", write_s)}  # fmt: skip
     wanted = {f"{what} {u}": cost for what, cost in costs.items() for u in range(units)}
@@ -308,11 +327,13 @@ def host_memory(answer: Any) -> None:
                 Slip(16 * psi, "That is 4 bytes for a gradient, or the parameters as well: here it "
                      "is 12 + 2."),
                 Slip(need / 8, "One GPU's eighth: all eight share the host's memory."),
+                Slip(2 * psi, "Those are the gradients alone: with them, the states come down."),
                 Slip(12 * psi + 2 * psi / 8, "All eight shards of the gradients come down."),
             ])),
             "missing": (1.0, size(need - HOST_BYTES, "Missing in a host of 2e12 bytes", [
                 Slip(12 * psi - HOST_BYTES, "Without the gradients 100 GB are missing; with them "
                      "more."),
+                Slip(HOST_BYTES - need, "What is missing is need minus room, a positive number."),
                 Slip(need - 2 * 2**40, "That is a host of 2 TiB; here it has 2 TB, 2e12 bytes."),
                 Slip(12 * psi - 2 * 2**40, "A host of 2 TiB; here it has 2 TB, 2e12 bytes."),
                 Slip(16 * psi - HOST_BYTES, "The parameters stay on the GPUs: 14 bytes, not 16."),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
+from zerolab.course.checks.functions import expect_callable
 from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
 from zerolab.practice import data
 from zerolab.practice.comm import Comm
@@ -44,6 +45,7 @@ STEPS = 2
     ],
 )
 def step_below(answer: Any) -> None:
+    expect_callable(answer)
     on_four_and_three(lambda size: _judge_step(answer, size))
 
 
@@ -184,7 +186,7 @@ def _why_params(got: Tensor, wanted: Tensor, seen: Seen, place: int) -> str:
     if torch.equal(got, seen.before[place]):
         return (
             "The moments below are right, and the device still has its first parameters: bring the "
-            "new ones up."
+            "new ones up, after the update."
         )
     if torch.equal(got[own], wanted[own]):
         return "This rank's part is right, the others' are not: all-gather what came up."

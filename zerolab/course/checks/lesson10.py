@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from zerolab.course.checks import lesson10_shard
@@ -45,20 +46,33 @@ def rows_per_rank(answer: Any) -> None:
             lambda d, n: [min(-(-d // n), d - rank * -(-d // n)) for rank in range(n)],
             "Less than no rows: where a rank begins after the end, it gets 0.",
         ),
+        (
+            lambda d, n: [rows for rows in row_shards(d, n) if rows],
+            "A rank without rows is a rank, too: it has 0 of them.",
+        ),
+        (lambda d, n: as_list(d, n)[::-1], "The first ranks get the whole pieces, the last less."),
+        (lambda d, n: as_list(d, 4), "That is for four ranks: their number is `ranks`."),
     ]
     expect_function(
         answer,
         as_list,
-        [(5, 4), (9, 4), (8, 4), (1, 4), (13, 3), (64, 7), (3, 1)],
+        [(5, 4), (9, 4), (6, 4), (8, 4), (1, 4), (13, 3), (64, 7), (3, 1)],
         missteps,
         lambda d, n: f"{d} rows on {n} ranks",
         "Return a list with a whole number for each rank.",
-        lambda got, wanted: (
-            isinstance(got, list | tuple)
-            and all(type(rows) in (int, float) for rows in got)
-            and list(got) == wanted
-        ),
+        lambda got, wanted: _numbers(got) == wanted,
     )
+
+
+def _numbers(got: Any) -> list[float] | None:
+    """A list, tuple, array or tensor of numbers as a list of plain ones; None for all else."""
+    got = got.tolist() if hasattr(got, "tolist") else got
+    if not isinstance(got, list | tuple):
+        return None
+    try:
+        return [x if type(x) is float else operator.index(x) for x in got]
+    except TypeError:
+        return None
 
 
 @exercise(
@@ -122,20 +136,27 @@ def shard_grad_op(answer: Any) -> None:
 )
 def out_of_memory(answer: Any) -> None:
     asked, free, in_use, allocated, reserved = (x * GIB for x in (3.5, 1.4, 77.6, 68.2, 8.3))
+    unit = 'Write the unit, as the message does: "1.40 GiB".'
     parts = {
         "outside": (1.0, size(in_use - allocated - reserved, "Outside of PyTorch", [
+            Slip(1.1, unit),
+            Slip(79.25 * GIB - allocated - reserved, "What is free is nobody's: begin with what is "
+                 "in use, not with all there is."),
             Slip(in_use - allocated, "PyTorch has its reserve, too: that is not outside."),
             Slip(in_use - reserved, "The allocated bytes are PyTorch's, too."),
             Slip(79.25 * GIB - in_use, "That is free, up to rounding and the driver."),
             Slip(reserved, "That is the reserve: PyTorch has it from the device, unused."),
         ])),
         "short": (1.0, size(asked - free, "Short by", [
+            Slip(2.1, unit),
             Slip(asked, "1.40 GiB of it are free."),
             Slip(asked + free, "The free bytes help: subtract them."),
             Slip(reserved - asked, "That is what would be left of the reserve."),
             Slip(free, "That is what is free."),
         ])),
         "unused": (1.0, size(free + reserved, "Free or in reserve", [
+            Slip(9.7, unit),
+            Slip(in_use - allocated + free, "What lies outside of PyTorch is in use."),
             Slip(reserved, "What is free on the device comes on top."),
             Slip(free, "PyTorch's reserve is unused as well."),
             Slip(free + reserved - asked, "Before the request, not after it."),
@@ -152,8 +173,10 @@ def _claim(choices: dict[str, str], right: str, value: float, what: str, slips: 
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise Wrong(f"{what}: {pair!r} is no pair.", "Give a choice and a number of bytes.")
         choice, number = pair
+        choice = f"{choice:g}" if type(choice) in (int, float) else choice  # 1.5 for "1.5"
         if type(choice) is not str or choice not in choices:
-            raise Wrong(f"{what}: {choice!r} is no choice.", f"Choose one of {', '.join(choices)}.")
+            one_of = ", ".join(f'"{known}"' for known in choices)
+            raise Wrong(f"{what}: {choice!r} is no choice.", f"First the choice, one of {one_of}.")
         if choice != right:
             raise Wrong(f"{what}: {choice!r} is not it.", choices[choice])
         expect_bytes(number, value, what, slips)
@@ -174,9 +197,11 @@ def choose(answer: Any) -> None:
     def rule(
         psi: float, n: int, memory: float, room: float, unit: float, *, whole: float = 2,
         both: float = 4, room_counts: int = 1, zero2: bool = False, last: str | None = None,
-        strict: bool = False,
+        strict: bool = False, states_of: float = 16, first: str = "SHARD_GRAD_OP",
     ) -> str | None:  # fmt: skip
-        states, free = 16 * psi / n, memory - room * room_counts
+        states, free = states_of * psi / n, memory - room * room_counts
+        if first == "FULL_SHARD" and states + both * unit <= free:
+            return first
         kept = (2 + 14 / n) * psi if zero2 else states + whole * psi
         if kept < free or (kept == free and not strict):
             return "SHARD_GRAD_OP"
@@ -193,17 +218,36 @@ def choose(answer: Any) -> None:
         misstep("Whole parameters are gathered in 16 bits: 2Ψ, not 4Ψ.", whole=4),
         misstep("FULL_SHARD has two units whole at a time, of 2 bytes an element.", both=0),
         misstep("Two units are whole at a time: one at work, one on its way.", both=2),
+        misstep("A whole unit has 2 bytes an element, two of them 4.", both=8),
+        misstep("Two units are whole at a time, not three.", both=6),
+        misstep("The gradients of an earlier micro-batch are there, too: 16Ψ/N.", states_of=12),
+        misstep("SHARD_GRAD_OP sends less: where both fit, it is the one.", first="FULL_SHARD"),
+        (
+            lambda psi, n, *rest: rule(psi, n, *rest, whole=2 / n),
+            "Whole parameters are whole on every rank: 2Ψ, not 2Ψ/N.",
+        ),
+        (
+            lambda psi, n, *rest: rule(psi, n, *rest, states_of=16 * n),
+            "The states are divided by the number of ranks: 16Ψ/N.",
+        ),
+        (
+            lambda psi, n, memory, *rest: rule(psi, n, n * memory, *rest),
+            "The memory is each rank's: do not add it up over ranks.",
+        ),
         misstep("If neither fits, return None.", last="FULL_SHARD"),
         misstep("What fits exactly, fits.", strict=True),
         (lambda *case: "FULL_SHARD", "FULL_SHARD sends 1.5 times as much: only where it must be."),
         (lambda *case: "SHARD_GRAD_OP", "SHARD_GRAD_OP does not always fit."),
+        (lambda *case: None, "In some cases one of the two fits."),
     ]
     cases = [
         (7e9, 4, 80e9, 20e9, 0.2e9),
         (7e9, 4, 80e9, 40e9, 0.2e9),
         (7e9, 4, 80e9, 38e9, 0.2e9),
         (7e9, 4, 80e9, 39e9, 0.2e9),
+        (7e9, 4, 80e9, 45e9, 0.2e9),
         (7e9, 4, 80e9, 28e9, 0.2e9),
+        (7e9, 4, 80e9, 50.6e9, 0.2e9),
         (7e9, 4, 80e9, 51.9e9, 0.2e9),
         (7e9, 4, 80e9, 51.5e9, 0.2e9),
         (7e9, 4, 80e9, 51.2e9, 0.2e9),
@@ -211,6 +255,8 @@ def choose(answer: Any) -> None:
         (70e9, 16, 80e9, 5e9, 0.9e9),
         (7e9, 2, 80e9, 10e9, 0.2e9),
         (7e9, 64, 80e9, 63e9, 0.2e9),
+        (1e9, 2, 80e9, 10e9, 0.1e9),
+        (7e9, 1, 80e9, 10e9, 0.2e9),
     ]
     expect_function(
         answer,
@@ -266,7 +312,8 @@ def compare_claims(answer: Any) -> None:
             "sharded", 12 * flat / n, "Between two steps under SHARD_GRAD_OP",
             [Slip(16 * flat / n, "That is after backward, with gradients."),
              Slip((2 + 12 / n) * flat, "That is stage 2 between two steps."),
-             Slip(18 * flat / n, "Nothing is whole between two steps.")])),
+             Slip(14 * flat / n, "That is our stage 3 between two steps."),
+             Slip((2 + 16 / n) * flat, "That is the end of forward: nothing is whole now.")])),
         "sent": (1.0, _claim(
             {"1": "That is SHARD_GRAD_OP, which gathers once.",
              "1.5": "", "3": "3 divides bytes by elements, or forgets the second half of an "
@@ -274,6 +321,7 @@ def compare_claims(answer: Any) -> None:
             "1.5", 6 * flat * (n - 1) / n, "FULL_SHARD's traffic over NO_SHARD's",
             [Slip(4 * flat * (n - 1) / n, "That is SHARD_GRAD_OP, or NO_SHARD."),
              Slip(6 * rows * (n - 1) / n, "That is FSDP2's."),
+             Slip(8 * sum(unit_numels()) * (n - 1) / n, "That is DDP in fp32: both in bf16."),
              Slip(12 * flat * (n - 1) / n, "That is in fp32; the table computes in bf16.")])),
         "precision": (1.0, _claim(
             {"policy": "", "autocast": "Under autocast the collectives stay in fp32: compare the "

@@ -30,6 +30,7 @@ class Sharded:
     gathers: list[int]
     reductions: dict[str, int]
     sent: int
+    reduced: int
     states: int
     root: bool
     fsdp1: bool
@@ -80,7 +81,7 @@ def _judge(seen: Sharded, units: list[int]) -> None:
         raise Wrong(
             f"The gathers of a step fill {sum(seen.gathers):,} bytes, where twice {whole:,} are "
             "due in fp32.",
-            "Parameters travel in 16 bits: leave mp_policy out here.",
+            "Parameters travel in 16 bits: leave mp_policy out, and the model as it is.",
             points=2,
         )
     if seen.fsdp1:
@@ -91,8 +92,8 @@ def _judge(seen: Sharded, units: list[int]) -> None:
     if set(seen.gathers) == {whole}:
         raise Wrong(
             f"Each all-gather fills {whole:,} bytes: the whole model at once.",
-            "Only the root was passed to fully_shard, so all parameters are one group. At rest a "
-            "rank holds a fourth, at work everything.",
+            "All parameters are one group: only the root was passed to fully_shard, or all units "
+            "in one call. At rest a rank holds a fourth, at work everything.",
             points=1,
         )
     if len(seen.gathers) > 2 * len(units):
@@ -125,10 +126,28 @@ def _judge(seen: Sharded, units: list[int]) -> None:
             points=2,
         )
     if Counter(seen.gathers) != Counter(2 * units):
+        why = "Pass each of model.units() to fully_shard, then the model."
+        if len(seen.gathers) == 2 * len(units):
+            why = "As many as there should be, of another size: is there an option besides mesh?"
         raise Wrong(
             f"The all-gathers of a step fill {_list(seen.gathers)} bytes; one for each unit and "
             f"pass would be {_list(units)} and the same backwards.",
-            "Pass each of model.units() to fully_shard, then the model.",
+            why,
+        )
+    each = whole * (RANKS - 1) // RANKS
+    if seen.reduced != each:
+        raise Wrong(
+            f"The gathers are right, and {seen.reduced:,} bytes are sent to sum the gradients, "
+            f"where {each:,} are due in fp32.",
+            "Gradients travel in another precision than fp32: leave mp_policy out here.",
+            points=2,
+        )
+    if seen.sent != 3 * each:
+        raise Wrong(
+            f"The gathers have the right sizes, and a rank sends {seen.sent:,} bytes in a step, "
+            f"where {3 * each:,} are due.",
+            "Something is cut over fewer ranks after forward: leave reshard_after_forward out.",
+            points=2,
         )
 
 
@@ -156,6 +175,7 @@ def _trial(shard_model: Callable[..., Any]) -> Sharded:
         gathers=seen.gathers,
         reductions=seen.reductions,
         sent=seen.sent["total"],
+        reduced=seen.sent["reduce_scatter"],
         states=seen.backward["total"],
         root=isinstance(kept[0], FSDPModule),
         fsdp1=isinstance(kept[0], FullyShardedDataParallel),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
+import secrets
 from typing import Any
 
 import torch
 
 from zerolab.course.checks.core import Wrong, exercise, type_of
+from zerolab.course.checks.functions import expect_callable
 from zerolab.course.checks.numbers import Slip, expect_number
-from zerolab.course.checks.on_ranks import RANKS, on_ranks
+from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
 from zerolab.course.faults import FAULTS, NORMAL, PATIENTS
 from zerolab.practice.comm import Comm
 
@@ -33,9 +36,10 @@ def _diagnosed(answer: Any, numbers: range) -> None:
                     f'Return a dict such as {{{numbers[0]}: "{next(iter(FAULTS))}"}}.')  # fmt: skip
     missing = [n for n in numbers if n not in given]
     if missing:
-        raise Wrong(f"Patient {missing[0]} has no diagnosis.", "Name a fault of the list for each.")
+        why = "Name a fault of the list for each; the patients are numbers, as in {1: …}."
+        raise Wrong(f"Patient {missing[0]} has no diagnosis.", why)
     for n in numbers:
-        if given[n] not in FAULTS:
+        if type(given[n]) is not str or given[n] not in FAULTS:
             near = difflib.get_close_matches(str(given[n]), FAULTS, 1, 0.3)
             why = f'Did you mean "{near[0]}"?' if near else "Copy a name from the list."
             raise Wrong(f"Patient {n}: {given[n]!r} is not in the list of faults.", why)
@@ -88,44 +92,68 @@ REAL = (2, 2, 2, 1)
     ],
 )
 def update_factor(answer: Any) -> None:
-    for max_norm in (1.0, 100.0):
-        norm = math.sqrt(sum(x * x for s, n in zip(SHARDS, REAL, strict=True) for x in s[:n]))
-        right = min(1.0, max_norm / (norm / RANKS)) / RANKS
-        factors = on_ranks(_factor_trial, answer, max_norm)
+    expect_callable(answer)
+    on_four_and_three(lambda size: _judge_factor(answer, size))
+
+
+def _judge_factor(answer: Any, size: int) -> None:
+    # On three ranks the first shard is left out. The unit is new each time: no norm is known.
+    unit = 1 + secrets.randbelow(999)
+    real = [x * unit for s, n in zip(SHARDS[-size:], REAL[-size:], strict=True) for x in s[:n]]
+    norm = math.sqrt(sum(x * x for x in real))
+    for max_norm in (1.0, 100.0 * unit):
+        right = min(1.0, max_norm / (norm / size)) / size
+        factors = _factors(answer, max_norm, unit, size)
         for rank, got in enumerate(factors):
             if not isinstance(got, float):
-                raise Wrong(f"Rank {rank} returns {type_of(got)}.", "Return a number.")
+                raise Wrong(f"Rank {rank} returns {got}.", "Return a number.")
             if not math.isclose(got, right, rel_tol=1e-4):
                 raise Wrong(
                     f"max_norm {max_norm:g}: the factor of rank {rank} is {got:.4g} and must be "
                     f"{right:.4g}.",
-                    _why_factor(factors, max_norm, norm),
+                    _why_factor(factors, max_norm, norm, unit, size),
                 )
 
 
-def _factor_trial(answer: Any, max_norm: float) -> Any:
-    """Runs on a rank."""
+def _factors(answer: Any, max_norm: float, unit: int, size: int) -> list[Any]:
+    try:
+        return on_ranks(_factor_trial, answer, max_norm, unit, size=size)
+    except Wrong as wrong:
+        if "SIGABRT" not in wrong.difference:
+            raise
+        why = "Have all tensors in a collective the same length? One number of each rank will do."
+        raise Wrong(wrong.difference, why) from None
+
+
+def _factor_trial(answer: Any, max_norm: float, unit: int) -> Any:
+    """Runs on a rank: a float, or, where the answer is no number, what it is."""
     comm = Comm()
-    got = answer(torch.tensor(SHARDS[comm.rank]), REAL[comm.rank], max_norm, comm)
-    return float(got) if isinstance(got, (int, float, torch.Tensor)) else got
+    place = comm.rank - comm.world_size  # of the last shards
+    got = answer(torch.tensor(SHARDS[place]) * unit, REAL[place], max_norm, comm)
+    number = hasattr(got, "__float__") and (not isinstance(got, torch.Tensor) or got.numel() == 1)
+    return float(got) if number and not isinstance(got, bool) else type_of(got)
 
 
-def _why_factor(factors: list[Any], max_norm: float, norm: float) -> str:
+def _why_factor(factors: list[Any], max_norm: float, norm: float, unit: int, size: int) -> str:
     def factor(of_sum: float) -> float:
-        return min(1.0, max_norm / (of_sum / RANKS)) / RANKS
+        return min(1.0, max_norm / (of_sum / size)) / size
 
     if max(factors) - min(factors) > 1e-6:
         return "The ranks disagree: each has clipped by the norm of its own shard."
-    got, leaked = factors[0], math.sqrt(norm**2 + 1000.0**2)
+    got, leaked = factors[0], math.sqrt(norm**2 + (1000.0 * unit) ** 2)
+    norms = [5 * unit, 12 * unit, 84 * unit, 132 * unit][-size:]
     known = [
         (factor(leaked), "The end of the last shard is padding, with leftovers in it: `real`."),
-        (factor(5 + 12 + 84 + 132), "Norms were added up; squares can be, norms cannot."),
-        (factor(132), "That is the largest of the local norms."),
+        (factor(sum(norms)), "Norms were added up; squares can be, norms cannot."),
+        (factor(132 * unit), "That is the largest of the local norms."),
         (factor(norm**2), "The root is missing: that clips by the sum of squares."),
-        (min(1.0, max_norm / norm) / RANKS, "That clips by the norm of the sum: clip the mean's."),
-        (min(1.0, max_norm / (norm / RANKS)), "The 1/N is missing: the update takes the mean."),
+        (factor(norm * size**0.5), "The squares were divided by N, and so the norm by its root."),
+        (min(1.0, max_norm / norm) / size,
+         "That clips by the norm of the sum, not of the mean, or divides by N twice."),
+        (min(1.0, max_norm / (norm / size)), "The 1/N is missing: the update takes the mean."),
         (max_norm / norm, "Where nothing is to be clipped it is 1/N: no gradient is blown up."),
-        (1 / RANKS, "That is the mean, unclipped."),
+        (1 / size, "That is the mean, unclipped."),
+        (norm / size, "That is the norm: return what the gradients are multiplied by."),
     ]  # fmt: skip
     for value, words in known:
         if math.isclose(got, value, rel_tol=1e-4):
@@ -144,12 +172,19 @@ def _why_factor(factors: list[Any], max_norm: float, norm: float) -> str:
     ],
 )
 def common_batches(answer: Any) -> None:
-    for counts in ([3, 5, 4, 2], [4, 4, 4, 4], [2, 7, 9, 8], [9, 0, 3, 3]):
-        got = on_ranks(_count_trial, answer, counts)
+    expect_callable(answer)
+    on_four_and_three(lambda size: _judge_batches(answer, size))
+
+
+def _judge_batches(answer: Any, size: int) -> None:
+    anything = [1 + secrets.randbelow(1000) for _ in range(4)]
+    for four in ([6, 9, 3, 2], [4, 4, 4, 4], [2, 7, 9, 8], [9, 3, 0, 3], anything):
+        counts = four[-size:]
+        got = on_ranks(_count_trial, answer, counts, size=size)
         for rank, number in enumerate(got):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise Wrong(f"Rank {rank} returns {type_of(number)}.", "Return an int.")
-        if got == [min(counts)] * RANKS:
+            if not isinstance(number, int):
+                raise Wrong(f"Rank {rank} returns {number}.", "Return an int: int(…).")
+        if got == [min(counts)] * size:
             continue
         words = "Every rank must take the same number, and no rank more than it has."
         if got == counts:
@@ -160,17 +195,25 @@ def common_batches(answer: Any) -> None:
             words = "That is what rank 0 has: ask all ranks."
         elif got[0] == max(counts):
             words = "That is what the richest has; the others have none left before it ends."
-        elif got[0] in (sum(counts), sum(counts) // RANKS):
+        elif got[0] in (sum(counts), sum(counts) // size):
             words = "Sum or mean: some rank has fewer than the mean."
         elif got[0] < min(counts):
             words = "That is safe, but batches that all ranks have are thrown away."
-        raise Wrong(f"With {counts} batches on ranks 0 to 3 the ranks return {got}.", words)
+        elif got[0] > min(counts):
+            words = f"Rank {counts.index(min(counts))} has only {min(counts)}."
+        raise Wrong(
+            f"With {counts} batches on ranks 0 to {size - 1} the ranks return {got}.", words
+        )
 
 
 def _count_trial(answer: Any, counts: list[int]) -> Any:
-    """Runs on a rank."""
+    """Runs on a rank: an int, or, where the answer is none, what it is."""
     comm = Comm()
-    return answer(counts[comm.rank], comm)
+    got = answer(counts[comm.rank], comm)
+    try:
+        return type_of(got) if isinstance(got, bool) else operator.index(got)
+    except TypeError:
+        return type_of(got)
 
 
 @exercise(

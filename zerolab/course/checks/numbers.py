@@ -35,7 +35,7 @@ def read_bytes(answer: Any) -> float:
         )
     if not isinstance(answer, str):
         return float(answer)
-    text = re.sub(r"\s*(per|a|each) (rank|gpu)$", "", answer.lower().strip())
+    text = re.sub(r"\s*(per|a|each) (rank|gpu|parameter)$", "", answer.lower().strip())
     text = re.sub(r",(?=\d{1,2}(\D|$))", ".", text)  # a decimal comma, not thousands
     found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?\d+)?)\s*([a-z]*)\s*", text)
     if not found or (found[2] or "bytes") not in UNITS:
@@ -46,6 +46,7 @@ def read_bytes(answer: Any) -> float:
 def read_number(answer: Any) -> float:
     """A number without a unit, from 1.5, Fraction(3, 2), "3/2" or "1.5x"; Wrong if it is none."""
     text = answer.strip().removesuffix("x").removesuffix("times") if isinstance(answer, str) else ""
+    text = re.sub(r",(?=\d{3}(\D|$))", "", text)  # 5,250 as the lessons print it
     try:
         if isinstance(answer, bool):
             raise TypeError

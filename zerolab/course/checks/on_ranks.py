@@ -67,7 +67,10 @@ def on_ranks(
     except RankError as error:
         if f"NotImplementedError: {STUB}" in str(error):
             raise NotImplementedError(STUB) from None
-        raise Wrong(f"Your code stopped on {error}{_own_line(error.where)}") from None
+        said = str(error)
+        if re.match(r"rank \d+: ", said):
+            raise Wrong(f"Your code stopped on {said}{_own_line(error.where)}") from None
+        raise Wrong(f"{said[:1].upper()}{said[1:]}{_own_line(error.where)}") from None
 
 
 def beside(function: Callable[..., Any], *args: Any) -> Any:
