@@ -6,7 +6,15 @@ import sys
 import pytest
 import sympy as sp
 
-from zerolab.theory import Derivation, derive_16psi, derive_stage, notation_table
+from zerolab.theory import (
+    Derivation,
+    derive_16psi,
+    derive_limit,
+    derive_ratio,
+    derive_ring,
+    derive_stage,
+    notation_table,
+)
 from zerolab.theory.derivation import difference
 from zerolab.theory.notation import NOTATION, K, N_d, Psi, c, m, plain
 
@@ -56,6 +64,20 @@ def test_rendering_shows_every_line_and_reason():
     assert "4*Ψ + 12*Ψ/N_d" in text
     assert str(derivation) == str(derive_stage(1)), "the same text every time"
     assert r"optimizer states, K = 12" in derive_16psi().latex()
+
+
+def test_a_quotient_of_fractions_is_shown_as_one_over_the_other():
+    shown = derive_limit(3).latex()
+    assert r"\frac{16 \Psi}{\frac{16 \Psi}{N_{d}}}" in shown
+    above = r"\frac{6 \Psi \left(N_{d} - 1\right)}{N_{d}}"
+    assert rf"\frac{{{above}}}{{{above.replace('6', '4')}}}" in derive_ratio(3).latex()
+    assert r"\frac{16 \Psi}{4 \Psi + \frac{12 \Psi}{N_{d}}}" in derive_limit(1).latex()
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
+def test_a_step_that_regroups_shows_two_different_lines(collective):
+    first, second = (step.latex() for step in derive_ring(collective).steps)
+    assert first != second
 
 
 def test_symbols_are_positive_integers_with_meaning_and_unit():
