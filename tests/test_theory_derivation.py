@@ -68,8 +68,8 @@ def test_rendering_shows_every_line_and_reason():
 
 def test_a_quotient_of_fractions_is_shown_as_one_over_the_other():
     shown = derive_limit(3).latex()
-    assert r"\frac{16 \Psi}{\frac{16 \Psi}{N_{d}}}" in shown
-    above = r"\frac{6 \Psi \left(N_{d} - 1\right)}{N_{d}}"
+    assert r"\frac{16 \Psi}{\dfrac{16 \Psi}{N_{d}}}" in shown
+    above = r"\dfrac{6 \Psi \left(N_{d} - 1\right)}{N_{d}}"
     assert rf"\frac{{{above}}}{{{above.replace('6', '4')}}}" in derive_ratio(3).latex()
     assert r"\frac{16 \Psi}{4 \Psi + \frac{12 \Psi}{N_{d}}}" in derive_limit(1).latex()
 

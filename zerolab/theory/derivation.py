@@ -40,7 +40,8 @@ def _latex(expr: sp.Expr) -> str:
     """sympy's LaTeX; a quotient of two fractions as one over the other, not torn into factors."""
     top, low = expr.args if expr.is_Mul and len(expr.args) == 2 else (expr, sp.Integer(1))
     if low.is_Pow and low.exp == -1 and sp.fraction(low.base)[1] != 1:
-        return rf"\frac{{{sp.latex(top)}}}{{{sp.latex(low.base)}}}"
+        above, below = (sp.latex(x).replace(r"\frac", r"\dfrac") for x in (top, low.base))
+        return rf"\frac{{{above}}}{{{below}}}"
     return str(sp.latex(expr))
 
 
