@@ -57,8 +57,9 @@ LINE_BUDGETS = {
     "plots": ([p for p in FILES if p.parent.name == "plots"], 500),
     # four explorers: each a view over a tested function, its words and its table
     "widgets": ([p for p in FILES if p.parent.name == "widgets"], 650),
-    # every exercise has one, with its near misses: about seventy exercises
-    "checks": ([p for p in FILES if p.parent.name == "checks"], 5300),
+    # every exercise has one, with its near misses: about seventy exercises; the last hundred lines
+    # are values that only pose as numbers, results prepared beforehand, and messages for them
+    "checks": ([p for p in FILES if p.parent.name == "checks"], 5400),
 }
 LONGEST_FILE = 400
 

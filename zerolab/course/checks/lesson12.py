@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -120,9 +121,9 @@ def reduction(answer: Any) -> None:
 
 def _close(got: Any, wanted: Any) -> bool:
     number = plain(got)
-    if type(number) not in (int, float):
+    if type(number) not in (int, float) or abs(number) > 1e9:
         raise Wrong(f"You returned {shown(got)}.", "Return a number: how many times less.")
-    return bool(abs(number - wanted) <= wanted / 1000)
+    return math.isclose(number, wanted, rel_tol=1e-3)
 
 
 def _fits(stage: int, case: tuple[float, int, float, float], optimizer: int = 12) -> bool:
