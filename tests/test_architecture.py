@@ -27,7 +27,7 @@ WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
     # 80 of them for what offload holds in each tier and moves over each edge, 80 for the
-    # dictionary of FSDP's and DeepSpeed's layouts, ten for quotients of fractions as one writes them
+    # dictionary of FSDP's and DeepSpeed's layouts, ten for quotients as one writes them
     "theory": ([p for p in FILES if p.parent.name == "theory"], 1675),
     # what a learner reads to understand the four stages; some forty lines of it are there for
     # passes that were torn off and for frozen units

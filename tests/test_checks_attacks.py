@@ -15,6 +15,7 @@ from test_checks_04 import expect
 
 from zerolab import check, given
 from zerolab.course.checks import EXERCISES
+from zerolab.course.checks.functions import plain
 from zerolab.theory.derivation import Derivation
 from zerolab.theory.notation import N_d, Psi
 from zerolab.theory.traffic import derive_sent
@@ -332,3 +333,10 @@ def test_twenty_learners_pass_with_their_own_numbers_and_not_with_a_neighbours(n
             if theirs != mine and number != "13.4":
                 near = given(number, other) == given(number, learner)
                 assert near or check(number, theirs, learner) < full, (learner, other)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, list, tuple])
+def test_what_is_compared_as_plain_keeps_its_kind(kind):
+    assert plain(kind([1, 2])) == kind([1, 2]) and type(plain(kind([1]))) is kind
+    assert plain(kind([Agrees()])) == kind([3]) and plain({"a": Agrees()}) == {"a": 3}
+    assert plain(object()) != plain(object())

@@ -22,7 +22,7 @@ def plain(value: Any) -> Any:
         return value
     if issubclass(kind, str):
         return str.__str__(value)
-    for base in (list, tuple):
+    for base in (list, tuple, set, frozenset):
         if issubclass(kind, base):
             return base(map(plain, base.__iter__(value)))
     if issubclass(kind, dict):
