@@ -98,6 +98,12 @@ def test_text_is_no_smaller_than_eight_points():
     assert SLANTED["fontsize"] >= 8
 
 
+def test_a_total_beside_the_kinds_makes_no_bar_and_no_empty_half():
+    row = {"parameters": 2, "gradients": 2}
+    axes = [held_bars(new_axes(), {"rank 0": row | more}) for more in ({}, {"total": 4})]
+    assert axes[0].get_xlim() == axes[1].get_xlim()
+
+
 def test_held_bars_stack_to_what_is_held():
     ax = held_bars(new_axes(), {"rank 0": {"gradients": 2, "parameters": 2}, "rank 1": {}}, "B", 3)
     assert bars(ax) == [[0, -0.4, 2, 0.8], [2, -0.4, 2, 0.8]]

@@ -10,6 +10,8 @@ from zerolab.theory import (
     Derivation,
     derive_16psi,
     derive_hybrid,
+    derive_limit,
+    derive_ratio,
     derive_ring,
     derive_stage,
     notation_table,
@@ -78,6 +80,20 @@ def test_the_ring_and_the_hybrid_show_where_their_formulas_come_from():
     first, last = str(derive_hybrid()).splitlines()[1:]
     assert "2*(Ψ/G)*(1 - G/W) " in first and "2*Ψ*(W - G)/(G*W) " in last
     assert "4*Ψ*(N_d - G)/(G*N_d)" in plain(layout("HYBRID_SHARD").sent())
+
+
+def test_a_quotient_of_fractions_is_shown_as_one_over_the_other():
+    shown = derive_limit(3).latex()
+    assert r"\frac{16 \Psi}{\dfrac{16 \Psi}{N_{d}}}" in shown
+    above = r"\dfrac{6 \Psi \left(N_{d} - 1\right)}{N_{d}}"
+    assert rf"\frac{{{above}}}{{{above.replace('6', '4')}}}" in derive_ratio(3).latex()
+    assert r"\frac{16 \Psi}{4 \Psi + \frac{12 \Psi}{N_{d}}}" in derive_limit(1).latex()
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
+def test_a_step_that_regroups_shows_two_different_lines(collective):
+    first, second = (step.latex() for step in derive_ring(collective).steps)
+    assert first != second
 
 
 def test_symbols_are_positive_integers_with_meaning_and_unit():

@@ -32,8 +32,17 @@ class Step:
 
     def latex(self) -> str:
         brace, pairs = r"\underbrace{%s}_{\text{%s}}", self.parts
-        shown = [brace % (latex(expr), name.replace("_", r"\_")) for name, expr in pairs]
-        return " + ".join(shown) or latex(self.expr)
+        shown = [brace % (_latex(expr), name.replace("_", r"\_")) for name, expr in pairs]
+        return " + ".join(shown) or _latex(self.expr)
+
+
+def _latex(expr: sp.Expr) -> str:
+    """sympy's LaTeX; a quotient of two fractions as one over the other, not torn into factors."""
+    top, low = expr.args if expr.is_Mul and len(expr.args) == 2 else (expr, sp.Integer(1))
+    if low.is_Pow and low.exp == -1 and sp.fraction(low.base)[1] != 1:
+        above, below = (latex(x).replace(r"\frac", r"\dfrac") for x in (top, low.base))
+        return rf"\frac{{{above}}}{{{below}}}"
+    return latex(expr)
 
 
 def _read(value: Value) -> tuple[sp.Expr, tuple[tuple[str, sp.Expr], ...]]:

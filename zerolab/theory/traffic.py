@@ -94,7 +94,7 @@ def derive_ring(collective: str) -> Derivation:
         parts, why = dict.fromkeys(COLLECTIVES[1:], S * RING), "sum, then hand round"
         return Derivation(title, parts, why, unit=unit).then(2 * S * RING, "two passes")
     why = "N_d - 1 rounds, each passing one chunk of S/N_d bytes to the neighbour"
-    rounds = sp.Mul(N_d - 1, S / N_d, evaluate=False)
+    rounds = sp.Mul(N_d - 1, S / N_d, evaluate=False)  # as it is counted, before it is regrouped
     return Derivation(title, rounds, why, unit=unit).then(S * RING, "regrouped")
 
 

@@ -188,6 +188,19 @@ def type_of(value: Any) -> str:
     return "nothing (None)" if value is None else f"a {type(value).__name__}"
 
 
+def cut(text: str, most: int = 700) -> str:
+    """A text for a verdict, cut where it is too long to be read."""
+    return text if len(text) <= most else f"{text[:most]} … (cut)"
+
+
+def shown(value: Any) -> str:
+    """A value for a sentence; its type, where it cannot be shown."""
+    try:
+        return cut(repr(value), 200)
+    except Exception:
+        return type_of(value)
+
+
 def find(number: str) -> Exercise:
     """The exercise of that number; ValueError, naming the nearest ones, where there is none."""
     if number in EXERCISES:
@@ -235,13 +248,16 @@ def _judged(task: Exercise, answer: Any, *numbers: Given) -> Verdict:
     except Wrong as wrong:
         words = f"{wrong.difference}\n{wrong.misconception}".strip()
         return _verdict(task, wrong.points, FAILED, words)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:  # the learner's own, to end it
+        raise
+    except BaseException as error:
         return _verdict(task, 0, FAILED, _stopped(error, answer))
     return _verdict(task, task.points, PASSED, "")
 
 
 def _verdict(task: Exercise, points: float, status: str, words: str) -> Verdict:
     head = f"{task.number} {task.title}: {status}, {points:g} of {task.points} points"
+    words = "\n".join(cut(line) for line in words.split("\n"))
     return Verdict(points, status, f"{head}\n{words}".strip())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise, type_of
 from zerolab.course.checks.numbers import Slip, expect_bytes
-from zerolab.course.checks.on_ranks import RANKS, on_ranks
+from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
 from zerolab.course.checks.quiz import Question, expect_answers
 from zerolab.practice.comm import Comm
 from zerolab.practice.meter import Meter
@@ -53,7 +54,7 @@ QUESTIONS = (
         80e9 / 1024**2 / 1000: "You mixed 1024 and 1000: a GiB is 1024 · 1024 · 1024 bytes.",
         78.125: "You divided by 1024 once: a GiB is 1024³ bytes, a GB 1000³.",
     }, "Divide 80e9 by 2**30."),
-    Question("averages", ("gradients", "gradient", "the gradients"), {
+    Question("averages", ("gradients", "gradient", "grads", "grad"), {
         "weights": "The weights need no average: equal steps keep them equal. (Averaging weights "
                    "is local SGD.)",
         "parameters": "The parameters need no average: equal steps keep them equal.",
@@ -62,7 +63,8 @@ QUESTIONS = (
         "activations": "Activations belong to a rank's own batch and never leave it.",
         "optimizer states": "They follow from gradients: equal gradients keep them equal.",
     }, "What differs from rank to rank after backward, and must not differ in the step?"),
-    Question("differs", ("batch", "the batch", "batches", "data", "the data"), {
+    Question("differs", ("batch", "batches", "data", "mini-batch", "micro-batch",
+                         "input", "inputs", "input data", "training data", "samples"), {
         "parameters": "The parameters are the same on every rank: that is what ZeRO will change.",
         "optimizer states": "They are the same on every rank: that is what ZeRO will change.",
         "gradients": "Not after they have been averaged.",
@@ -123,8 +125,13 @@ def predict(answer: Any) -> None:
     ],
 )
 def mean_over_ranks(answer: Any) -> None:
-    for rank, seen in enumerate(on_ranks(_trial, answer)):
-        if not isinstance(seen.got, Tensor):
+    on_four_and_three(lambda size: _judge_mean(answer, size))
+
+
+def _judge_mean(answer: Any, size: int) -> None:
+    seed = random.randrange(2**31)  # numbers that nobody can have prepared
+    for rank, seen in enumerate(on_ranks(_trial, answer, seed, size=size)):
+        if type(seen.got) is not Tensor:
             raise Wrong(f"Rank {rank} returned {type_of(seen.got)}.", "Return a tensor, on all.")
         if seen.got.shape != seen.mean.shape:
             raise Wrong(
@@ -134,7 +141,7 @@ def mean_over_ranks(answer: Any) -> None:
             )
         if not torch.allclose(seen.got.double(), seen.mean.double(), rtol=1e-5):
             raise Wrong(f"Rank {rank} has {_short(seen.got)}; the mean is {_short(seen.mean)}.",
-                        _why(seen))  # fmt: skip
+                        _why(seen, size))  # fmt: skip
         if not torch.equal(seen.values, seen.before):
             raise Wrong(
                 f"The mean is right, but the values of rank {rank} are overwritten.",
@@ -162,14 +169,15 @@ class Seen:
     budget: int
 
 
-def _trial(answer: Callable[[Tensor, Comm], Tensor]) -> Seen:
-    """Runs on a rank: eight values that no other rank has."""
-    every = torch.randn(RANKS, 8, generator=torch.Generator().manual_seed(11))
+def _trial(answer: Callable[[Tensor, Comm], Tensor], seed: int) -> Seen:
+    """Runs on a rank: twelve values that no other rank has."""
     comm = Comm()
+    ranks = comm.world_size
+    every = torch.randn(ranks, 12, generator=torch.Generator().manual_seed(seed))
     values = every[comm.rank].clone()
     with Meter() as meter:
         got = answer(values, comm)
-    mean, budget = every.double().mean(0).float(), 2 * (RANKS - 1) * values.nbytes // RANKS
+    mean, budget = every.double().mean(0).float(), 2 * (ranks - 1) * values.nbytes // ranks
     sent = meter.sent_bytes()
     return Seen(got, mean, every[comm.rank], values, sent["total"] + sent["control"], budget)
 
@@ -178,13 +186,13 @@ def _short(values: Tensor) -> str:
     return f"[{', '.join(f'{value:.3g}' for value in values.flatten()[:3].tolist())}, …]"
 
 
-def _why(seen: Seen) -> str:
+def _why(seen: Seen, ranks: int) -> str:
     got = seen.got.double()
     for wrong, words in [
-        (seen.mean * RANKS, "That is the sum: divide by the number of ranks."),
-        (seen.mean / RANKS, "You divided twice, before the sum and after it."),
+        (seen.mean * ranks, "That is the sum: divide by the number of ranks."),
+        (seen.mean / ranks, "You divided twice, before the sum and after it."),
         (seen.before, "That is this rank's own values: nothing has arrived from the others."),
-        (seen.before / RANKS, "That is this rank's own values, divided: nothing was summed."),
+        (seen.before / ranks, "That is this rank's own values, divided: nothing was summed."),
     ]:
         if torch.allclose(got, wrong.double(), rtol=1e-4, atol=1e-6):
             return words

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy as sp
 
-from zerolab.course.checks.core import Wrong, exercise, type_of
-from zerolab.course.checks.functions import expect_function
+from zerolab.course.checks.core import Wrong, exercise, shown, type_of
+from zerolab.course.checks.functions import expect_function, same_plain
 from zerolab.course.checks.numbers import Slip, expect_number
 from zerolab.theory.derivation import difference
-from zerolab.theory.memory import RECIPES
+from zerolab.theory.memory import RECIPES, Recipe
 from zerolab.theory.notation import N_d, Psi, plain
 
 
@@ -49,9 +50,11 @@ def storage_bytes(answer: Any) -> None:
 
 
 def _same_int(got: Any, wanted: int) -> bool:
-    if isinstance(got, bool) or not hasattr(got, "__index__"):
-        raise Wrong(f"You returned {got!r}.", "Return an int: bytes are whole, // stays whole.")
-    return bool(got == wanted)
+    if type(got) is bool or not hasattr(type(got), "__index__"):
+        raise Wrong(
+            f"You returned {shown(got)}.", "Return an int: bytes are whole, // stays whole."
+        )
+    return operator.index(got) == wanted
 
 
 @exercise(
@@ -68,7 +71,7 @@ def as_a_tool_prints(answer: Any) -> None:
     expect_function(
         answer,
         lambda n: f"{n / gib:.1f} GiB",
-        [(112 * 10**9,), (80 * 10**9,), (2**30,), (26_250_000_000,)],
+        [(112 * 10**9,), (80 * 10**9,), (2**30,), (26_250_000_000,), (15 * 10**9,)],
         [
             (lambda n: f"{n / 1e9:.1f} GB", "That is right, in GB: the tool counts in GiB."),
             (lambda n: f"{n / gib:.1f} GB", "The number is in GiB: write the unit that it has."),
@@ -80,11 +83,18 @@ def as_a_tool_prints(answer: Any) -> None:
             (lambda n: f"{n / gib:.2f} GiB", "One digit after the point, please: not two."),
             (lambda n: f"{n / 2**20:.1f} MiB", "That is right, in MiB: give GiB."),
             (lambda n: n / gib, "The number is right: return it as a text, with its unit."),
+            (lambda n: round(n / gib, 1), "That is right: return it as a text, with its unit."),
+            (lambda n: f"{n / gib:.1f}", "The number is right: its unit is missing."),
+            (lambda n: f"{n / gib:.1f}GiB", "A space stands between the number and its unit."),
+            (lambda n: f"{n // gib} GiB", "One digit after the point, please."),
+            (lambda n: f"{int(n / gib * 10) / 10} GiB", "You cut digits off: round."),
+            (lambda n: None, "A function that prints returns nothing: return the text."),
         ],
         lambda n: f"{n:,} bytes",
         'Divide by 2**30 and write "… GiB" with one digit after the point.',
-        same=lambda got, wanted: " ".join(got.split()) == wanted if isinstance(got, str)
-        else got == wanted,
+        same=lambda got, wanted: same_plain(
+            " ".join(got.split()) if type(got) is str else got, wanted
+        ),
     )  # fmt: skip
 
 
@@ -104,7 +114,7 @@ def _sum(pieces: dict[str, int], *without: str) -> int:
 def k_of(answer: Any) -> None:
     own = ("working parameter", "gradient")
     expect_function(
-        lambda recipe: answer(dict(recipe.components)) if callable(answer) else answer,
+        lambda recipe: answer(_by_name(recipe)) if callable(answer) else answer,
         lambda recipe: recipe.K,
         [(recipe,) for recipe in RECIPES.values()],
         [
@@ -118,16 +128,25 @@ def k_of(answer: Any) -> None:
              "The gradient is not among the optimizer's states."),
             (lambda r: _sum(dict(r.components), "gradient"),
              "The working parameter is not among the optimizer's states."),
+            (lambda r: sum(s for n, s in r.components if n in ("momentum", "variance")),
+             "Those are the moments alone: what else does the optimizer keep?"),
+            (lambda r: sum(list(_by_name(r).values())[2:]),
+             "You left out the first two of the dict: go by their names."),
             (lambda r: len(r.optimizer), "You counted the pieces: add up their bytes."),
             (lambda r: sum(s for _, s in r.components if s == 4),
              "Not every piece of 4 bytes is the optimizer's, and not every state has 4 bytes."),
         ],
-        lambda recipe: f"{recipe.name}, {dict(recipe.components)},",
+        lambda recipe: f"{recipe.name}, {_by_name(recipe)},",
         "Add up what the optimizer keeps.",
     )  # fmt: skip
 
 
-HIDDEN = ((7 * 10**9, 8), (13 * 10**9, 64), (104_336, 4), (1000, 1))
+def _by_name(recipe: Recipe) -> dict[str, int]:
+    """A recipe's pieces in the order of their names, which says nothing about whose they are."""
+    return dict(sorted(recipe.components))
+
+
+HIDDEN = ((7 * 10**9, 8), (13 * 10**9, 64), (104_336, 4), (1000, 1), (1000, 7))
 
 
 @exercise(
@@ -150,6 +169,8 @@ def optimizer_bytes(answer: Any) -> None:
         (lambda r: sp.Integer(r.K) / N_d, "That is bytes for each parameter: there are Ψ."),
         (lambda r: r.K * Psi * N_d, "You multiplied by N_d: more ranks hold less each."),
         (lambda r: r.K * Psi * (N_d - 1) / N_d, "That is what the rank does not hold."),
+        (lambda r: sp.floor(r.K * Psi / N_d), "Rounding is not asked: they are divided evenly."),
+        (lambda r: sp.ceiling(r.K * Psi / N_d), "Rounding is not asked: they are divided evenly."),
         (lambda r: sp.Integer(r.K), "That is K alone: bytes for each parameter, on one rank."),
     ]
     found = {recipe.name: _read(answer(recipe)) for recipe in RECIPES.values()}
@@ -181,7 +202,7 @@ def _read(got: Any) -> sp.Expr:
         got = sp.Integer(got)
     if not isinstance(got, sp.Expr):
         raise Wrong(f"You returned {type_of(got)}.", "Return an expression in Psi and N_d.")
-    if strange := sorted(got.free_symbols - {Psi, N_d}, key=str):
+    if strange := strangers(got):
         alike = str(strange[0]) in ("Psi", "N_d")
         raise Wrong(
             f"Your expression has a symbol {plain(strange[0])} that is not the course's.",
@@ -193,6 +214,14 @@ def _read(got: Any) -> sp.Expr:
     if got.has(sp.Float):
         raise Wrong(f"{plain(got)} has a rounded number in it.", "Write 12 and not 12.0.")
     return got
+
+
+def strangers(expr: sp.Expr) -> list[sp.Symbol]:
+    """Symbols that are not the course's Ψ and N_d, or only claim to be."""
+    known = [(type(s), s.name, s.assumptions0) for s in (Psi, N_d)]
+    symbols = {id(s): s for s in sp.preorder_traversal(expr) if isinstance(s, sp.Symbol)}.values()
+    found = [s for s in symbols if (type(s), s.name, s.assumptions0) not in known]
+    return sorted(found, key=str)
 
 
 @exercise(
@@ -214,4 +243,6 @@ def overestimate(answer: Any) -> None:
         Slip(0, "They are equal only in the limit of many ranks."),
         Slip(100 / 9, "That is 1/9: the exact factor for 8 ranks is 7/8."),
     ]
-    expect_number(answer, 100 / 7, "How many percent too large, for 8 ranks", slips)
+    value = answer() if callable(answer) else answer
+    value = value.rstrip("% ") if type(value) is str else value
+    expect_number(value, 100 / 7, "How many percent too large, for 8 ranks", slips)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import gc
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerolab.course.checks.core import Wrong, exercise, type_of
-from zerolab.course.checks.functions import expect_function
-from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number
-from zerolab.course.checks.on_ranks import on_ranks
+from zerolab.course.checks.core import Wrong, exercise, shown, type_of
+from zerolab.course.checks.functions import expect_function, same_plain
+from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number, read_number
+from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
 from zerolab.course.checks.quiz import Question, expect_answers
 from zerolab.course.redundancy import Pieces, redundant_bytes
 from zerolab.practice.comm import Comm
@@ -41,7 +42,10 @@ def predict(answer: Any) -> None:
         Slip(1 / 2, "Half would be two ranks."),
         Slip(1, "One copy must stay: without it there is no model."),
     ]
-    expect_number(answer, 7 / 8, "The share of copies on eight ranks", slips)
+    value = answer() if callable(answer) else answer
+    if type(value) is str and value.rstrip().endswith("%"):
+        value = read_number(value.rstrip("% ")) / 100
+    expect_number(value, 7 / 8, "The share of copies on eight ranks", slips)
 
 
 _CASES: list[tuple[str, list[Pieces]]] = [
@@ -52,6 +56,7 @@ _CASES: list[tuple[str, list[Pieces]]] = [
     ("two moments that are still zero",
      [{"momentum": ("0", 8), "variance": ("0", 8)}, {"momentum": ("x", 8), "variance": ("y", 8)}]),
     ("ranks 1 and 2 alike, rank 0 not", [{"params": (x, 6)} for x in "abbc"]),
+    ("ranks 0 and 2 alike, rank 1 not", [{"params": (x, 6)} for x in "abac"]),
     ("one rank", [{"params": ("a", 16)}]),
     ("no ranks", []),
 ]  # fmt: skip
@@ -99,12 +104,17 @@ def redundant(answer: Any) -> None:
         (lambda ranks: sum(s for p in ranks[1:] for n, (d, s) in p.items()
                            if ranks[0].get(n, ("", 0))[0] == d),
          "You compared with rank 0 alone: ranks 1 and 2 may have a piece in common."),
+        (lambda ranks: sum(s for before, p in pairwise(ranks) for n, (d, s) in p.items()
+                           if before.get(n, ("", 0))[0] == d),
+         "You compared with the rank before alone: any earlier rank may hold the same."),
         (lambda ranks: _total(ranks) - redundant_bytes(ranks),
          "That is what is needed: the copies are the rest."),
         (_total, "These are all bytes, copies or not."),
     ]  # fmt: skip
     expect_function(
-        lambda what, ranks: answer(copy.deepcopy(ranks)) if callable(answer) else answer,
+        lambda what, ranks: (
+            answer([dict(pieces) for pieces in ranks]) if callable(answer) else answer
+        ),
         lambda what, ranks: redundant_bytes(ranks),
         _CASES,
         [(lambda what, ranks, w=wrong: w(ranks), words) for wrong, words in missteps],
@@ -137,6 +147,12 @@ def who_owns(answer: Any) -> None:
         [
             (lambda n, w, i: i // -(-n // w),
              "This element is padding: it is there to make shards equal, and nobody owns it."),
+            (lambda n, w, i: -1 if i >= n else i // -(-n // w),
+             "Nobody owns padding: say None, since -1 would be a rank counted from the end."),
+            (lambda n, w, i: None if i > n else i // -(-n // w),
+             "Places count from 0: place numel is padding already."),
+            (lambda n, w, i: None if i >= n else i // (n // w),
+             "You rounded the length down: then some elements find no rank. Round up."),
             (lambda n, w, i: i // (n // w),
              "You rounded the length down: then some elements find no rank. Round up."),
             (lambda n, w, i: min(i // max(1, n // w), w - 1) if i < n else None,
@@ -154,8 +170,14 @@ def who_owns(answer: Any) -> None:
         ],
         lambda n, w, i: f"element {i} of {n} on {w} ranks",
         "Shards are ceil(numel / world_size) long and lie in rank order.",
-        same=lambda got, wanted: not isinstance(got, bool | float) and got == wanted,
+        same=_same_rank,
     )  # fmt: skip
+
+
+def _same_rank(got: Any, wanted: int | None) -> bool:
+    if got is not None and (type(got) is bool or not hasattr(type(got), "__index__")):
+        raise Wrong(f"You returned {shown(got)}.", "Return a rank, an int, or None for padding.")
+    return same_plain(got, wanted)
 
 
 def _balanced(numel: int, world_size: int, index: int) -> int:
@@ -181,20 +203,25 @@ def cut_and_restore(answer: Any) -> None:
     if not (isinstance(answer, tuple | list) and len(answer) == 2 and all(map(callable, answer))):
         raise Wrong("Two functions are needed.", 'Call check("03.4", (keep, restore)).')
     keep, restore = answer
-    kept = _in_order(on_ranks(_keep_on_rank, keep))
+    on_four_and_three(lambda size: _judge_cut(keep, restore, size))
+
+
+def _judge_cut(keep: Any, restore: Any, size: int) -> None:
+    seed = random.randrange(2**31)  # a state that nobody can have prepared
+    kept = _in_order(on_ranks(_keep_on_rank, keep, seed, size=size))
     for t in kept:
         short = "All shards are equally long, the last ones padded with zeros: round up."
         long = "That is too long: a rank keeps its own part alone."
         other = "Shards lie one after the other, in rank order; zeros fill the end."
         _expect_tensor(t, "keep", "your shard has", short, long, other)
-    for t in _in_order(on_ranks(_restore_on_rank, restore)):
+    for t in _in_order(on_ranks(_restore_on_rank, restore, seed, size=size)):
         short, long = "Gather every shard.", "Cut the padding off."
         other = "Each rank's shard belongs in its own place."
         _expect_tensor(t, "restore", "you put together", short, long, other)
         if t.cost > t.budget:
             raise Wrong(
                 f"{t.where}: all is right, but it sends {t.cost} bytes; {t.budget} suffice.",
-                "An all-reduce of zero-filled buffers adds what need only be gathered.",
+                "One all-gather is enough: an all-reduce of zero-filled buffers sends twice that.",
                 points=2,
             )
     for t in kept:
@@ -202,7 +229,7 @@ def cut_and_restore(answer: Any) -> None:
             raise Wrong(
                 f"{t.where}: all is right, but keep leaves {t.cost} bytes alive; the shard has "
                 f"{t.budget}.",
-                "A slice is a view, and keeps the whole behind it alive: copy it.",
+                "A slice is a view, and keeps the whole behind it alive: copy it, let the rest go.",
                 points=2,
             )
 
@@ -224,18 +251,18 @@ def _in_order(by_rank: list[list[Trial]]) -> list[Trial]:
     return [trial for size in zip(*by_rank, strict=True) for trial in size]
 
 
-def _state(numel: int, world_size: int) -> Tensor:
+def _state(numel: int, world_size: int, seed: int) -> Tensor:
     """A padded state, the same on every rank: (padded numel,)."""
     whole = torch.zeros(padded_numel(numel, world_size))
-    whole[:numel] = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    whole[:numel] = torch.randn(numel, generator=torch.Generator().manual_seed(seed + numel))
     return whole
 
 
-def _keep_on_rank(keep: Callable[[Tensor, int, int], Any]) -> list[Trial]:
+def _keep_on_rank(keep: Callable[[Tensor, int, int], Any], seed: int) -> list[Trial]:
     comm, found = Comm(), []
     n, rank = comm.world_size, comm.rank
     for numel in SIZES:
-        whole = _state(numel, n)
+        whole = _state(numel, n, seed)
         given, right = [whole[:numel].clone()], shard_of(whole, n, rank).clone()
         with Meter() as meter:
             got = keep(given.pop(), n, rank)
@@ -245,31 +272,34 @@ def _keep_on_rank(keep: Callable[[Tensor, int, int], Any]) -> list[Trial]:
     return found
 
 
-def _restore_on_rank(restore: Callable[[Tensor, int, Comm], Any]) -> list[Trial]:
+def _restore_on_rank(restore: Callable[[Tensor, int, Comm], Any], seed: int) -> list[Trial]:
     """Every rank has changed its shard, as an optimizer would, so that nobody else knows it."""
     comm, found = Comm(), []
     n, rank = comm.world_size, comm.rank
     for numel in SIZES:
-        start = _state(numel, n)
+        start = _state(numel, n, seed)
         right = start.clone()
         for r in range(n):
             shard_of(right, n, r).add_(r + 1)
         shard = shard_of(right, n, rank).clone()
         with Meter() as meter:
             got = restore(shard, numel, comm)
-        sent, budget = meter.sent_bytes()["total"], (n - 1) * shard.nbytes
+        by_kind, budget = meter.sent_bytes(), (n - 1) * shard.nbytes
+        sent = by_kind["total"] + by_kind["control"]
         where = f"{numel} elements, rank {rank}"
         found.append(Trial(where, got, right[:numel], sent, budget, start[:numel]))
     return found
 
 
 def _expect_tensor(t: Trial, name: str, has: str, short: str, long: str, other: str) -> None:
-    if not isinstance(t.got, Tensor):
-        raise Wrong(f"{t.where}: {name} returned {type_of(t.got)}.", "Return a tensor.")
+    if type(t.got) is not Tensor:
+        raise Wrong(f"{t.where}: {name} returned {type_of(t.got)}.", "Return a plain tensor.")
     have, right = t.got.numel(), t.right.numel()
     if t.got.shape != t.right.shape:
         raise Wrong(f"{t.where}: {has} {have} elements; right are {right}, in one dimension.",
-                    short if have < right else long)  # fmt: skip
+                    short if have < right else long if have > right else "Flatten it.")  # fmt: skip
+    if t.got.dtype != t.right.dtype:
+        raise Wrong(f"{t.where}: {name} returned {t.got.dtype}.", "The state is torch.float32.")
     if not torch.equal(t.got, t.right):
         if t.stale is not None and torch.equal(t.got, t.stale):
             other = "That is the state before the shards were changed: restore must ask the others."

@@ -6,8 +6,8 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from zerolab.course.checks.core import Wrong, exercise
-from zerolab.course.checks.functions import Misstep, expect_function
+from zerolab.course.checks.core import Wrong, exercise, shown
+from zerolab.course.checks.functions import Misstep, expect_function, plain, same_plain
 from zerolab.course.checks.quiz import Question, expect_answers
 from zerolab.theory.plan import plan
 
@@ -43,13 +43,13 @@ QUESTIONS = (
         6: "6 is stage 3's ratio, 12 passes against 2.",
         2: "Four passes of gradients, and one of parameters: 5 against 2.",
     }, "A + 1 passes against two."),
-    Question("ZeRO-Offload", ("cpu", "the cpu", "cpu memory"), {
+    Question("ZeRO-Offload", ("cpu", "cpu memory", "cpu's memory", "host", "host memory", "ram"), {
         "nvme": "NVMe came with ZeRO-Infinity.",
         "cpu/nvme": "The summary says so; NVMe came with ZeRO-Infinity.",
         "cpu and nvme": "The summary says so; NVMe came with ZeRO-Infinity.",
         "gpu": "Optimizer states leave the GPU: that is its point.",
     }, "Its name is of 2021, before ZeRO-Infinity: which memory did it have?"),
-    Question("divided by N", ("model states", "states", "the model states"), {
+    Question("divided by N", ("model states", "model state", "states"), {
         "everything": "Activations, buffers and fragmentation are as large as before.",
         "all memory": "Activations, buffers and fragmentation are as large as before.",
         "activations": "Activations belong to a rank's own batch, and are as large as before.",
@@ -109,6 +109,8 @@ def reduction(answer: Any) -> None:
              "Stage 2 divides the gradients as well: 2 + 14/N."),
             (lambda s, n: 16 / (_held(s, n) if s != 2 else 2 + Fraction(2, n) + 12),
              "Stage 2 divides gradients and optimizer states: it includes stage 1."),
+            (lambda s, n: round(float(16 / _held(s, n)), 1), "Round when you print, not here."),
+            (lambda s, n: round(float(16 / _held(s, n)), 2), "Round when you print, not here."),
             (lambda s, n: 1 if s == 0 else n, "Only stage 3 divides everything by N."),
         ],
         lambda stage, ranks: f"stage {stage} on {ranks} ranks",
@@ -118,9 +120,10 @@ def reduction(answer: Any) -> None:
 
 
 def _close(got: Any, wanted: Any) -> bool:
-    if isinstance(got, bool) or not hasattr(got, "__float__"):
-        raise Wrong(f"You returned {got!r}.", "Return a number: how many times less.")
-    return math.isclose(got, wanted, rel_tol=1e-3)
+    number = plain(got)
+    if type(number) not in (int, float) or abs(number) > 1e9:
+        raise Wrong(f"You returned {shown(got)}.", "Return a number: how many times less.")
+    return math.isclose(number, wanted, rel_tol=1e-3)
 
 
 def _fits(stage: int, case: tuple[float, int, float, float], optimizer: int = 12) -> bool:
@@ -184,5 +187,5 @@ def first_stage(answer: Any) -> None:
             f"{params / 1e9:g}e9 parameters, {ranks} GPUs of {gpu} GB, {other} GB for the rest"
         ),
         "Work out the bytes of stages 0 to 3 in this case by hand, and compare.",
-        same=lambda got, wanted: not isinstance(got, bool) and got == wanted,
+        same=lambda got, wanted: type(got) is not bool and same_plain(got, wanted),
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy as sp
 
-from zerolab.course.checks.core import Given, Wrong, exercise, type_of
-from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number
+from zerolab.course.checks.core import Given, Wrong, exercise, shown, type_of
+from zerolab.course.checks.lesson02 import strangers
+from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number, read_number
 from zerolab.theory.derivation import Derivation, difference
 from zerolab.theory.notation import N_d, Psi, plain
+from zerolab.theory.traffic import derive_sent
 
 SIZES = [13e9, *(tenths * 1e8 for tenths in range(20, 400, 3))]
 GPU_BYTES = 80e9
@@ -24,7 +27,7 @@ def expect_parts(answer: Any, parts: Mapping[str, tuple[float, Part]]) -> None:
     """
     values = answer() if callable(answer) else answer
     if not isinstance(values, dict) or set(values) != set(parts):
-        got = f"a dict with {', '.join(map(str, values))}" if isinstance(values, dict) else None
+        got = f"a dict with {', '.join(map(shown, values))}" if isinstance(values, dict) else None
         raise Wrong(
             f"Your answer is {got or type_of(values)}.",
             f"Return a dict with exactly these entries: {', '.join(parts)}.",
@@ -105,6 +108,8 @@ def three_passes(answer: Any) -> None:
         raise Wrong(
             f"Your answer is {type_of(derived)}.", "Return a Derivation: parts, then their sum."
         )
+    if derived.title == derive_sent(3).title:
+        raise Wrong("That is the package's own derivation.", "Write down the three parts yourself.")
     each, (first, *rest) = 2 * Psi * (N_d - 1) / N_d, derived.steps
     names = [name.lower() for name, _ in first.parts]
     if len(first.parts) != 3:
@@ -123,6 +128,12 @@ def three_passes(answer: Any) -> None:
             points=1,
         )
     for name, value in first.parts:
+        if alien := strangers(value):
+            raise Wrong(
+                f"The part {name} has a symbol {plain(alien[0])} that is not the course's.",
+                "Only Psi and N_d may stand in it, from zerolab.theory.notation.",
+                points=1,
+            )
         if difference(value, each) != 0:
             raise Wrong(f"The part {name} is {plain(value)}.", _why_part(value), points=1)
     if not rest or difference(rest[0].expr, 3 * each) != 0:
@@ -236,14 +247,19 @@ def placement(answer: Any, given: Given) -> None:
             f"Your plan is {type_of(plan)}.",
             f"Return a dict with the entries stage, {', '.join(STATES)}.",
         )
-    places = {kind: str(plan[kind]).strip().lower() for kind in STATES}
+    places = {kind: re.sub("^host", "cpu", str(plan[kind]).lower()) for kind in STATES}
+    places = {kind: said.removesuffix("memory").strip() for kind, said in places.items()}
     for kind, tier in places.items():
         if tier not in TIERS:
-            raise Wrong(f"{kind}: {plan[kind]!r} is no tier.", f"Choose from {', '.join(TIERS)}.")
-    if plan["stage"] != 3:
+            raise Wrong(
+                f"{kind}: {shown(plan[kind])} is no tier.", f"Choose from {', '.join(TIERS)}."
+            )
+    if (stage := read_number(plan["stage"])) != 3:
         need = 2 * given.params
+        if stage not in (0, 1, 2):
+            raise Wrong(f"There is no stage {stage:g}.", "Choose from 0, 1, 2 and 3.")
         raise Wrong(
-            f"At stage {plan['stage']} every GPU holds all parameters: {need / 1e9:g} GB.",
+            f"At stage {stage:g} every GPU holds all parameters: {need / 1e9:g} GB.",
             "One GPU has 80 GB. Only stage 3 divides the parameters, wherever the rest lives.",
         )
     full = _overfull(places, given)
@@ -370,12 +386,12 @@ def two_strategies(answer: Any, given: Given) -> None:
 
 def _choice(value: Any, fits: bool, peak: float, given: Given) -> None:
     right, other = ("SHARD_GRAD_OP", "FULL_SHARD")[:: 1 if fits else -1]
-    said = str(value).strip().upper()
+    said = re.sub(r"\W+", "_", str(value).rpartition(".")[2].strip().upper())
     if said == right:
         return
     total = (peak + given.activations_bytes) / 1e9
     if said != other:
-        raise Wrong(f"better: {value!r} is none of the two.", f"Write {right!r} or {other!r}.")
+        raise Wrong(f"better: {shown(value)} is none of the two.", f"Write {right!r} or {other!r}.")
     why = (
         f"SHARD_GRAD_OP needs {total:.4g} GB with activations: it fits, and sends a third less."
         if fits

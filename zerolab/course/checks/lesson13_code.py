@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerolab.course.checks.core import Wrong, exercise, type_of
+from zerolab.course.checks.core import Wrong, exercise, shown, type_of
+from zerolab.course.checks.functions import plain
 from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
 from zerolab.practice.comm import Comm
 from zerolab.practice.meter import Meter
@@ -34,8 +37,9 @@ def clip_factor(answer: Any) -> None:
 
 
 def _judge_clip(answer: Any, size: int) -> None:
+    seed = random.randrange(2**31)  # a gradient that nobody can have prepared
     for max_norm in (1.0, 1e3):
-        seen = on_ranks(_clip, answer, max_norm, size=size)
+        seen = on_ranks(_clip, answer, max_norm, seed, size=size)
         for rank, (value, right, local, padded, sent) in enumerate(seen):
             if not isinstance(value, float):
                 raise Wrong(
@@ -56,24 +60,27 @@ def _judge_clip(answer: Any, size: int) -> None:
 
 
 def _clip(
-    answer: Callable[[Tensor, int, float, Comm], float], max_norm: float
+    answer: Callable[[Tensor, int, float, Comm], float], max_norm: float, seed: int
 ) -> tuple[Any, float, float, float, int]:
     """Runs on a rank: value, right value, with the local norm, with padding; bytes sent."""
     comm, numel = Comm(), 1001
-    whole = torch.randn(numel, generator=torch.Generator().manual_seed(5))
-    full = torch.full((padded_numel(numel, comm.world_size),), 9.0)  # what torch.empty may leave
-    full[:numel] = whole
+    # Beyond numel lies what torch.empty may leave: it is made to weigh.
+    full = torch.randn(
+        padded_numel(numel, comm.world_size), generator=torch.Generator().manual_seed(seed)
+    )
+    full[numel:] += 9
+    whole = full[:numel]
     mine = shard_of(full, comm.world_size, comm.rank).clone()
     with Meter() as meter:
         value = answer(mine.clone(), numel, max_norm, comm)
         sent = meter.sent_bytes()
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
+    if type(value) is not bool and hasattr(type(value), "__float__"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of many elements
+            value = float(value)
     right, local, padded = (
         min(1.0, max_norm / float(part.double().norm())) for part in (whole, mine, full)
     )
-    number = float(value) if isinstance(value, int | float) else value
-    return number, right, local, padded, sent["total"] + sent["control"]
+    return value, right, local, padded, sent["total"] + sent["control"]
 
 
 def _why_clip(value: float, right: float, local: float, padded: float, max_norm: float) -> str:
@@ -99,13 +106,18 @@ def _why_clip(value: float, right: float, local: float, padded: float, max_norm:
 )
 def reshard(answer: Any) -> None:
     for numel, before, after in ((12, 4, 3), (10, 4, 3), (1001, 3, 7), (5, 2, 8), (7, 1, 4)):
-        whole = torch.arange(1.0, numel + 1)
+        random_order = torch.Generator().manual_seed(random.randrange(2**31))
+        whole = torch.randperm(numel, generator=random_order).float()  # a 0 is among them
         shards = _cut(whole, before)
         given = [shard.clone() for shard in shards]
         got = answer(given, numel, after)
         where = f"{numel} elements from {before} ranks to {after}"
-        if not isinstance(got, list | tuple) or not all(isinstance(x, Tensor) for x in got):
+        if not isinstance(got, list | tuple):
             raise Wrong(f"{where}: you return {type_of(got)}.", "Return a list of tensors.")
+        if odd := [x for x in got if type(x) is not Tensor or x.dim() != 1]:
+            raise Wrong(
+                f"{where}: in your list is {type_of(odd[0])}.", "Return flat tensors, one a rank."
+            )
         right = _cut(whole, after)
         if [x.shape for x in got] != [x.shape for x in right]:
             raise Wrong(
@@ -114,12 +126,14 @@ def reshard(answer: Any) -> None:
                 "new padding comes at the end.",
             )
         for rank, (mine, expected) in enumerate(zip(got, right, strict=True)):
+            if mine.dtype != expected.dtype:
+                raise Wrong(f"{where}: rank {rank} gets {mine.dtype}.", "Shards keep their dtype.")
             if not torch.equal(mine, expected):
                 raise Wrong(
                     f"{where}: rank {rank} gets {mine.tolist()[:8]}, not {expected.tolist()[:8]}.",
                     _why_shards(got, whole),
                 )
-        if any(not torch.equal(x, y) for x, y in zip(given, shards, strict=True)):
+        if len(given) != before or not all(map(torch.equal, given, shards)):
             raise Wrong(f"{where}: the old shards were changed.", "A checkpoint is only read.")
 
 
@@ -131,10 +145,10 @@ def _cut(whole: Tensor, ranks: int) -> list[Tensor]:
 
 def _why_shards(got: Sequence[Tensor], whole: Tensor) -> str:
     flat = torch.cat(list(got))
-    kept = [x for x in flat.tolist() if x]
-    if kept == whole.tolist() and flat[: len(whole)].tolist() != kept:
-        return "Zeros stand between elements: the old padding must be cut off before you cut anew."
-    if sorted(kept) != whole.tolist():
+    kept, right = ([x for x in values.tolist() if x] for values in (flat, whole))
+    if kept == right:
+        return "Zeros stand between elements, or a 0 is lost: cut the old padding off, by numel."
+    if sorted(kept) != sorted(right):
         return "Elements are missing or there twice."
     return "Element i belongs at place i of the new shards, put end to end."
 
@@ -163,13 +177,16 @@ def fullest_rank(answer: Any) -> None:
     for shapes, ranks in cases:
         got = answer(list(shapes), ranks)
         if not isinstance(got, dict) or set(got) != set(rights):
-            raise Wrong(f"You return {type_of(got)}.", "Return a dict with flat, rows and whole.")
+            keys = f" with {', '.join(map(shown, got))}" if isinstance(got, dict) else ""
+            raise Wrong(
+                f"You return {type_of(got)}{keys}.", "Return a dict with flat, rows and whole."
+            )
         for name, rule in rights.items():
             right = rule(shapes, ranks)
-            if got[name] != right:
+            if plain(got[name]) != right:
                 earned = list(rights).index(name)
                 raise Wrong(
-                    f"Shapes {shapes} on {ranks} ranks, {name}: {got[name]!r} is not it; the "
+                    f"Shapes {shapes} on {ranks} ranks, {name}: {shown(got[name])} is not it; the "
                     f"fullest rank holds {right} elements.",
                     _WHY[name],
                     points=earned,

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerolab.course.checks.core import Given, Wrong, exercise
 from zerolab.course.checks.lesson13 import SIZES, expect_parts, number, size
-from zerolab.course.checks.numbers import Slip, expect_number
+from zerolab.course.checks.numbers import Slip, expect_number, read_number
 
 
 @exercise(
@@ -30,7 +30,7 @@ def fewest_ranks(answer: Any, given: Given) -> None:
         return math.ceil((16 - whole) * psi / left) if left > 0 else -1
 
     right = ranks(2, free)
-    value = answer() if callable(answer) else answer
+    value = read_number(answer() if callable(answer) else answer)
     if value == right:
         return
     slips = [
@@ -42,8 +42,8 @@ def fewest_ranks(answer: Any, given: Given) -> None:
     ]
     for slip in slips:
         if value == slip.value:
-            raise Wrong(f"{value} ranks is not it.", slip.misconception)
-    raise Wrong(f"{value!r} ranks is not it.", "An int: 14Ψ over what 2Ψ leaves free, rounded up.")
+            raise Wrong(f"{value:g} ranks is not it.", slip.misconception)
+    raise Wrong(f"{value:g} ranks is not it.", "An int: 14Ψ over what 2Ψ leaves free, rounded up.")
 
 
 @exercise(

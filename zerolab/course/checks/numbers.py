@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from zerolab.course.checks.core import Wrong
+from zerolab.course.checks.core import Wrong, shown
 
 UNITS = {
     "b": 1, "byte": 1, "bytes": 1,
@@ -16,6 +17,9 @@ UNITS = {
     "gbyte": 1e9, "gbytes": 1e9, "gigabyte": 1e9, "gigabytes": 1e9,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+
+
+COUNTS = {"x": 1, "times": 1, "million": 1e6, "billion": 1e9, "trillion": 1e12}
 
 
 @dataclass(frozen=True)
@@ -34,25 +38,37 @@ def read_bytes(answer: Any) -> float:
             'Write bytes as a number, 208e9, or with a unit, "208 GB".',
         )
     if not isinstance(answer, str):
-        return float(answer)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if math.isfinite(value := float(answer)):
+                return value
+        raise Wrong(f"{shown(answer)} is not a size.", "Put numbers in: bytes are one number.")
     text = re.sub(r"\s*(per|a|each) (rank|gpu|parameter)$", "", answer.lower().strip())
     text = re.sub(r",(?=\d{1,2}(\D|$))", ".", text)  # a decimal comma, not thousands
     found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?\d+)?)\s*([a-z]*)\s*", text)
     if not found or (found[2] or "bytes") not in UNITS:
-        raise Wrong(f"{answer!r} is not a size.", 'Write a number and a unit, such as "208 GB".')
+        write = 'Write a number and a unit, such as "208 GB".'
+        raise Wrong(f"{shown(answer)} is not a size.", write)
     return float(re.sub("[_,]", "", found[1])) * UNITS[found[2] or "bytes"]
 
 
 def read_number(answer: Any) -> float:
-    """A number without a unit, from 1.5, Fraction(3, 2), "3/2" or "1.5x"; Wrong if it is none."""
-    text = answer.strip().removesuffix("x").removesuffix("times") if isinstance(answer, str) else ""
-    text = re.sub(r",(?=\d{3}(\D|$))", "", text)  # 5,250 as the lessons print it
-    try:
-        if isinstance(answer, bool):
-            raise TypeError
-        return float(Fraction(text) if "/" in text else text or answer)
-    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
-        raise Wrong(f"{answer!r} is not a number.", "Write it as 1.5, or 3 / 2.") from None
+    """A number without a unit; Wrong if it is none.
+
+    From 1.5, Fraction(3, 2), "3/2", "1.5x", "7 billion" or "1,000,000".
+    """
+    text, times = str.strip(answer) if isinstance(answer, str) else "", 1.0
+    if found := re.fullmatch(r"(.*\d)\s*([^\W\d_]+|%)", text):
+        text, word = found[1], found[2].lower()
+        if word not in COUNTS:
+            raise Wrong(f"{shown(answer)}: give the number alone, without {found[2]!r}.")
+        times = COUNTS[word]
+    if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", text):
+        text = text.replace(",", "")
+    with contextlib.suppress(TypeError, ValueError, ZeroDivisionError, OverflowError):
+        value = float(Fraction(text) if "/" in text else text or answer)
+        if math.isfinite(value) and not isinstance(answer, bool):
+            return value * times
+    raise Wrong(f"{shown(answer)} is not a number.", "Write it as 1.5, or 3 / 2.")
 
 
 def expect_number(answer: Any, right: float, what: str, slips: list[Slip]) -> None:

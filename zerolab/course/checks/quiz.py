@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerolab.course.checks.core import STUB, Wrong
+from zerolab.course.checks.core import STUB, Wrong, shown
 from zerolab.course.checks.numbers import read_number
 
 
@@ -25,24 +26,30 @@ class Question:
 
     def problem(self, answer: Any) -> str | None:
         """What is wrong with an answer, None where it is right."""
-        shown = f"{self.key}: {answer!r} is not it. "
+        no = f"{self.key}: {shown(answer)} is not it. "
         if isinstance(self.right, tuple):
             if not isinstance(answer, str):
                 return f"{self.key}: answer with a word, such as {next(iter(self.slips))!r}."
-            word = " ".join(answer.lower().split())
-            if word in self.right:
+            word = _word(answer)
+            if word in map(_word, self.right):
                 return None
-            return shown + self.slips.get(word, self.otherwise)
+            slips = {_word(str(slip)): words for slip, words in self.slips.items()}
+            return no + slips.get(word, self.otherwise)
         try:
             value = read_number(answer)
-        except Wrong:
-            return f"{self.key}: {answer!r} is not a number."
+        except Wrong as wrong:
+            return f"{self.key}: {wrong.difference}"
         if math.isclose(value, self.right, rel_tol=0.002):
             return None
         for slip, words in self.slips.items():
             if not isinstance(slip, str) and math.isclose(value, slip, rel_tol=0.002):
-                return shown + words
-        return shown + self.otherwise
+                return no + words
+        return no + self.otherwise
+
+
+def _word(text: str) -> str:
+    """Without article, case, space and hyphen: "An all-gather" is allgather."""
+    return re.sub(r"[\W_]|^(the|an|a|its|their) ", "", str.__str__(text).lower().strip())
 
 
 def expect_answers(answer: Any, questions: Sequence[Question]) -> None:
@@ -54,7 +61,7 @@ def expect_answers(answer: Any, questions: Sequence[Question]) -> None:
         raise NotImplementedError(STUB)
     if strange := [key for key in given if key not in {q.key for q in questions}]:
         keys = ", ".join(q.key for q in questions)
-        raise Wrong(f"There is no question {strange[0]!r}.", f"The questions are {keys}.")
+        raise Wrong(f"There is no question {shown(strange[0])}.", f"The questions are {keys}.")
     lines = [
         q.problem(given[q.key]) if given.get(q.key) is not None else f"{q.key}: not answered yet."
         for q in questions

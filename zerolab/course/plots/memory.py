@@ -31,7 +31,7 @@ def held_bars(
             ax.barh(place, float(row[kind]), left=left, **style(kind))
             left += float(row[kind])
         ax.text(left, place, f" {left:.4g}", va="center")
-    longest = max(sum(map(float, row.values())) for row in rows.values())
+    longest = max(sum(float(row.get(kind, 0)) for kind in COLORS) for row in rows.values())
     if capacity:
         ax.axvline(capacity, color="black", linestyle="--")
         ax.text(capacity, -0.46, f" capacity {capacity:g}", va="bottom")

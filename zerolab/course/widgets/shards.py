@@ -57,8 +57,8 @@ def _table(w: Walk, now: Moment) -> tuple[tuple[str, ...], ...]:
         cells = []
         for kind in ("parameters", "gathered", "gradients", "optimizer_states"):
             ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in held.get(kind, ()))
-            cells.append(f"{ranges}: {sizes[kind]:,} B" if ranges else "none")
-        rows.append((str(rank), *cells, f"{now.sent_bytes:,} B"))
+            cells.append(f"{ranges}: {sizes[kind]:,}\u00a0B" if ranges else "none")
+        rows.append((str(rank), *cells, f"{now.sent_bytes:,}\u00a0B"))
     return tuple(rows)
 
 
