@@ -53,6 +53,10 @@ class Wrong(Exception):
         self.difference, self.misconception, self.points = difference, misconception, points
 
 
+class Aborted(BaseException):
+    """Judging cannot go on, whatever the answer is: passes through every judge."""
+
+
 class Elsewhere:
     """A learner's function that lives in another process: a call asks there, and waits.
 
@@ -248,7 +252,7 @@ def _judged(task: Exercise, answer: Any, *numbers: Given) -> Verdict:
     except Wrong as wrong:
         words = f"{wrong.difference}\n{wrong.misconception}".strip()
         return _verdict(task, wrong.points, FAILED, words)
-    except KeyboardInterrupt:  # the learner's own, to end it
+    except (KeyboardInterrupt, Aborted):  # the first is the learner's own, to end it
         raise
     except BaseException as error:
         return _verdict(task, 0, FAILED, _stopped(error, answer))

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from zerolab.course.checks import EXERCISES, given
-from zerolab.course.checks.core import LIMIT_S, Elsewhere, Verdict, judged, untimed
+from zerolab.course.checks.core import LIMIT_S, Aborted, Elsewhere, Verdict, judged, untimed
 from zerolab.course.grading import codec
 from zerolab.course.grading.channel import Garbled
 from zerolab.course.grading.ranks import Learners
@@ -31,7 +31,7 @@ class Failed(Exception):
     """What a learner's cell or expression raised: type and text."""
 
 
-class Gone(BaseException):  # no judge may take it for an answer
+class Gone(Aborted):
     """The sandbox is no more: what ended it, in words."""
 
 
