@@ -10,8 +10,10 @@ import os
 import queue
 import re
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ from typing import Any
 import zerolab
 from zerolab.course.grading import channel
 from zerolab.course.grading.notebook import Graded, Result, lessons_in, nothing, result
-from zerolab.course.grading.submission import Lesson, Unreadable, code_cells, read
+from zerolab.course.grading.submission import Lesson, Unreadable, code_cells, contents, plain, read
 
 SILENCE_S = 300.0  # of a worker; the sandboxes' own limits are far below
 FLAT = re.compile(r"(?P<student>.+?)[-_ ]+(?P<lesson>\d\d_.+)")
@@ -51,13 +53,20 @@ class Store:
     _rules: str = field(default="", init=False)
 
     def key(self, submission: Submission, lesson_file: Path) -> Path | None:
-        """The file for this notebook under these rules: it changes with either."""
+        """The file for this notebook under these rules: it changes with either.
+
+        None where nothing is kept, or the notebook cannot be read.
+        """
         if self.folder is None:
+            return None
+        try:
+            handed_in = contents(submission.path)
+        except Unreadable:
             return None
         if not self._rules:
             sources = sorted(Path(zerolab.__file__).parent.glob("course/**/*.py"))
             self._rules = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
-        parts = [self._rules.encode(), lesson_file.read_bytes(), submission.path.read_bytes(),
+        parts = [self._rules.encode(), lesson_file.read_bytes(), handed_in,
                  submission.student.encode()]  # fmt: skip
         digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
         return self.folder / f"{digest.hexdigest()[:32]}.json"
@@ -76,10 +85,18 @@ class Store:
         """Whole or not at all."""
         if key is None:
             return
-        key.parent.mkdir(parents=True, exist_ok=True)
         fresh = key.with_suffix(".new")
-        fresh.write_text(json.dumps(graded.as_dict()), encoding="utf-8")
-        os.replace(fresh, key)
+        try:
+            key.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(graded.as_dict()), encoding="utf-8")
+            os.replace(fresh, key)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            raise RuntimeError(
+                f"a grade cannot be kept in {key.parent}: {error.strerror}; put that right and "
+                "run it again to go on"
+            ) from None
 
 
 def graded_from(kept: dict[str, Any]) -> Graded:
@@ -112,8 +129,11 @@ def find_submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission
         )
     found = [_recognise(path, folder, lessons) for path in paths]
     for inner in sorted(folder.iterdir()):
-        if inner.is_dir() and inner.name[0] not in "._" and inner.name not in _students(found):
-            found.append(Submission(inner.name, inner, None, "its folder holds no notebook"))
+        if inner.is_dir() and inner.name[0] not in "._" and plain(inner.name) not in _students(found):
+            why = "its folder holds no notebook"
+            if inner.is_symlink():
+                why = "its folder is a link, which is not followed"
+            found.append(Submission(plain(inner.name), inner, None, why))
     return sorted(_once_each(found), key=lambda s: (s.student, str(s.path)))
 
 
@@ -126,13 +146,14 @@ def _recognise(path: Path, folder: Path, lessons: Sequence[Lesson]) -> Submissio
     flat = FLAT.fullmatch(path.stem) if len(inner) == 1 else None
     student = inner[0] if len(inner) > 1 else flat["student"] if flat else folder.resolve().name
     stem = flat["lesson"] if flat else path.stem
+    student = plain(student)
     number = re.match(r"\d\d(?=\D|$)", stem)
     by_name = [lesson for lesson in lessons if number and lesson.name[:2] == number[0]]
     if by_name:
         return Submission(student, path, by_name[0])
     try:
         names = {cell.name for cell in code_cells(read(path))}
-    except (Unreadable, OSError) as error:
+    except Unreadable as error:
         return Submission(student, path, None, str(error))
     shared = [len(names & set(lesson.checks)) for lesson in lessons]
     if not max(shared):
@@ -153,12 +174,12 @@ def _once_each(found: list[Submission]) -> Iterator[Submission]:
     for several in by_lesson.values():
         several.sort(key=_precedence)
         *others, chosen = several
-        yield replace(chosen, passed_over=tuple(other.path.name for other in others))
+        yield replace(chosen, passed_over=tuple(plain(other.path.name) for other in others))
 
 
 def _precedence(one: Submission) -> tuple[bool, float, str]:
     named = one.lesson is not None and one.path.stem == one.lesson.name
-    return named, one.path.stat().st_mtime, str(one.path)
+    return named, one.path.lstat().st_mtime, str(one.path)
 
 
 def read_class_list(path: Path) -> list[str]:
@@ -200,9 +221,10 @@ def grade_class(
             told(graded, len(grades), len(submissions))
 
     keys: dict[int, Path | None] = {}
+    failed: list[BaseException] = []
     for place, one in enumerate(submissions):
         if one.lesson is None:
-            settle(place, Graded(one.student, one.path.name, error=one.refused))
+            settle(place, Graded(one.student, plain(one.path.name), error=one.refused))
             continue
         keys[place] = store.key(one, folder / f"{one.lesson.name}.ipynb")
         if kept := store.load(keys[place]):
@@ -211,6 +233,13 @@ def grade_class(
             jobs.put(place)
 
     def work() -> None:
+        try:
+            take_jobs()
+        except BaseException as error:
+            failed.append(error)
+            stop.set()
+
+    def take_jobs() -> None:
         with _Worker() as worker:
             while not stop.is_set():
                 try:
@@ -236,6 +265,8 @@ def grade_class(
         for thread in threads:
             thread.join()
         raise
+    if failed:
+        raise failed[0]
     return [grades[place] for place in sorted(grades)]
 
 
@@ -244,6 +275,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch = ""  # of the process: gone with it, however it ends
 
     def grade(
         self, one: Submission, lesson: Lesson, release: Path, stop: threading.Event
@@ -271,7 +303,9 @@ class _Worker:
         if self._process is None:
             command = [sys.executable, "-m", "zerolab.course.grading.worker"]
             places = os.pathsep.join(p for p in sys.path if p)
-            environment = {**os.environ, "PYTHONPATH": places, "ZEROLAB_PROGRESS": "off"}
+            self._scratch = tempfile.mkdtemp(prefix="zerolab-grade-")
+            environment = {**os.environ, "PYTHONPATH": places, "ZEROLAB_PROGRESS": "off",
+                           "TMPDIR": self._scratch}  # fmt: skip
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
                 start_new_session=True,
@@ -316,6 +350,7 @@ class _Worker:
             self._process.wait()
         self._process.stdout.close()
         self._process = None
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> _Worker:
         return self

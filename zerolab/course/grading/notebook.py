@@ -11,7 +11,7 @@ from zerolab.course.checks import EXERCISES
 from zerolab.course.checks.core import FAILED, Verdict
 from zerolab.course.grading.judging import Failed, Gone, Notebook
 from zerolab.course.grading.sandbox import Limits
-from zerolab.course.grading.submission import Judge, Lesson, Plan, Run, Unreadable, plan, read
+from zerolab.course.grading.submission import Judge, Lesson, Plan, Run, Unreadable, plain, plan, read
 
 MOST_STARTS = 8  # of one notebook: each cell that ends it is left out of the next start
 Noted = Callable[["Result"], None]
@@ -44,10 +44,8 @@ class Graded:
 
 
 def result(exercise: str, points: float, reason: str) -> Result:
-    """ValueError for an exercise that the package does not have."""
-    if exercise not in EXERCISES:
-        raise ValueError(f"the release has an exercise {exercise}, which this package has not")
-    return Result(exercise, points, EXERCISES[exercise].points, reason)
+    """With the words made fit for tables."""
+    return Result(exercise, points, EXERCISES[exercise].points, plain(reason))
 
 
 def grade_notebook(
@@ -66,8 +64,8 @@ def grade_notebook(
     graded = Graded(student, lesson.name)
     try:
         todo = plan(lesson, read(path))
-    except (Unreadable, OSError) as error:
-        return nothing(lesson, student, f"{path.name}: {error}")
+    except Unreadable as error:
+        return nothing(lesson, student, plain(f"{path.name}: {error}"))
 
     def settle(one: Result) -> None:
         results[one.id] = one
@@ -88,7 +86,7 @@ def grade_notebook(
     graded.exercises = [results[exercise] for exercise in lesson.exercises]
     graded.points = sum(one.points for one in graded.exercises)
     graded.max_points = sum(one.max_points for one in graded.exercises)
-    graded.notes = todo.notes + [f"{cell}: {how}; left out" for cell, how in ended.items()]
+    graded.notes = todo.notes + [plain(f"{cell}: {how}; left out") for cell, how in ended.items()]
     return graded
 
 
@@ -168,6 +166,9 @@ def lessons_in(folder: Path) -> Iterator[Lesson]:
         )
     for path in paths:
         try:
-            yield Lesson.load(path)
+            lesson = Lesson.load(path)
         except Unreadable as error:
             raise ValueError(f"{path}: {error}") from None
+        if unknown := [one for one in lesson.exercises if one not in EXERCISES]:
+            raise ValueError(f"{path} has an exercise {unknown[0]}, which this package has not")
+        yield lesson

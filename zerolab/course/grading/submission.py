@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import stat
 import symtable
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,12 @@ STUB = 'raise NotImplementedError("your code here")'
 
 class Unreadable(ValueError):
     """Why a submission cannot be graded, in one sentence."""
+
+
+def plain(text: str, most: int = 2000) -> str:
+    """A learner's text for tables, pages and terminals: what moves a cursor is shown as a code."""
+    text = text if len(text) <= most else text[:most] + " …"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Lesson:
     @classmethod
     def load(cls, path: Path) -> Lesson:
         """ValueError where a check cell is not one call of check."""
-        cells = tuple(code_cells(read(path)))
+        cells = tuple(code_cells(read(path.resolve())))
         checks = {c.name: _checked(c) for c in cells if c.source.startswith("check(")}
         return cls(path.stem, cells, checks)
 
@@ -93,13 +100,31 @@ def _checked(cell: Cell) -> tuple[str, str]:
     raise ValueError(f"the cell {cell.name} of the release is not check(number, answer)")
 
 
+def contents(path: Path) -> bytes:
+    """A handed-in file's bytes. Raises Unreadable for what is no file of a sound size.
+
+    A link might lead to the solutions or to somebody else's work, and a pipe never ends.
+    """
+    try:
+        about = path.lstat()
+        if stat.S_ISLNK(about.st_mode):
+            raise Unreadable("it is a link: hand in the notebook itself")
+        if not stat.S_ISREG(about.st_mode):
+            raise Unreadable("it is no file: hand in the notebook itself")
+        if about.st_size > MOST_BYTES:
+            megabytes = about.st_size / 1e6
+            raise Unreadable(f"it has {megabytes:.0f} MB: clear its outputs and hand it in again")
+        return path.read_bytes()
+    except OSError as error:
+        raise Unreadable(f"it cannot be read: {error.strerror}") from None
+
+
 def read(path: Path) -> dict[str, Any]:
     """A notebook's JSON. Raises Unreadable where it is none of ours to run."""
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise Unreadable(f"it has {size / 1e6:.0f} MB: clear its outputs and hand it in again")
     try:
-        nb = json.loads(path.read_bytes())
+        nb = json.loads(contents(path))
+    except Unreadable:
+        raise
     except (ValueError, RecursionError):
         raise Unreadable("it is not JSON: save it in JupyterLab and hand it in again") from None
     if not isinstance(nb, dict) or not isinstance(nb.get("cells"), list):
@@ -127,9 +152,8 @@ def code_cells(nb: dict[str, Any]) -> Iterable[Cell]:
         if isinstance(source, list):
             source = "".join(map(str, source))
         name = _get(cell, "metadata", "nbgrader", "grade_id") or cell.get("id") or f"cell-{place}"
-        yield Cell(
-            str(name), str(source or ""), bool(_get(cell, "metadata", "nbgrader", "solution"))
-        )
+        answer = bool(_get(cell, "metadata", "nbgrader", "solution"))
+        yield Cell(plain(str(name), 80), str(source or ""), answer)
 
 
 def plan(lesson: Lesson, submitted: dict[str, Any]) -> Plan:
