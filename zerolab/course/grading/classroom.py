@@ -23,9 +23,11 @@ from typing import Any
 
 import zerolab
 from zerolab.course.grading import channel
+from zerolab.course.grading.judging import Clock
 from zerolab.course.grading.notebook import Graded, Result, lessons_in, nothing, result
 from zerolab.course.grading.submission import Lesson, Unreadable, code_cells, contents, plain, read
 
+MOST_JUDGES = 4  # processes that one notebook may cost before the rest of it is given up
 SILENCE_S = 300.0  # of a worker; the sandboxes' own limits are far below
 FLAT = re.compile(r"(?P<student>.+?)[-_ ]+(?P<lesson>\d\d_.+)")
 Told = Callable[[Graded, int, int], None]
@@ -129,7 +131,11 @@ def find_submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission
         )
     found = [_recognise(path, folder, lessons) for path in paths]
     for inner in sorted(folder.iterdir()):
-        if inner.is_dir() and inner.name[0] not in "._" and plain(inner.name) not in _students(found):
+        if (
+            inner.is_dir()
+            and inner.name[0] not in "._"
+            and plain(inner.name) not in _students(found)
+        ):
             why = "its folder holds no notebook"
             if inner.is_symlink():
                 why = "its folder is a link, which is not followed"
@@ -250,7 +256,8 @@ def grade_class(
                 assert one.lesson
                 graded = worker.grade(one, one.lesson, folder / f"{one.lesson.name}.ipynb", stop)
                 if graded:
-                    store.save(keys[place], graded)
+                    if not graded.error:  # else it is tried again
+                        store.save(keys[place], graded)
                     settle(place, graded)
 
     threads = [threading.Thread(target=work) for _ in range(min(workers, jobs.qsize()))]
@@ -282,9 +289,10 @@ class _Worker:
     ) -> Graded | None:
         """The grade; None where `stop` was set before there was one."""
         done: list[Result] = []
-        for _ in range(len(lesson.exercises) + 1):
+        clock = Clock()
+        for _ in range(MOST_JUDGES):
             try:
-                return self._ask(one, release, done, stop)
+                return self._ask(one, release, done, clock, stop)
             except (OSError, EOFError, channel.Garbled):
                 self.close()
                 if stop.is_set():
@@ -295,11 +303,16 @@ class _Worker:
                 break
             why = "the judge of this exercise did not come to an end: see what the answer returns"
             done.append(result(left[0], 0, why))
-        return nothing(lesson, one.student, f"{one.path.name}: the grader itself failed on it")
+        graded = nothing(lesson, one.student, f"{one.path.name}: the grader itself failed on it")
+        judged_so_far = {result.id: result for result in done}
+        graded.exercises = [judged_so_far.get(r.id, r) for r in graded.exercises]
+        graded.points = sum(r.points for r in graded.exercises)
+        return graded
 
     def _ask(
-        self, one: Submission, release: Path, done: list[Result], stop: threading.Event
-    ) -> Graded:
+        self, one: Submission, release: Path, done: list[Result], clock: Clock,
+        stop: threading.Event,
+    ) -> Graded:  # fmt: skip
         if self._process is None:
             command = [sys.executable, "-m", "zerolab.course.grading.worker"]
             places = os.pathsep.join(p for p in sys.path if p)
@@ -313,7 +326,7 @@ class _Worker:
         process = self._process
         assert process.stdin and process.stdout
         request = {"lesson": str(release), "path": str(one.path), "student": one.student,
-                   "done": [vars(result) for result in done]}  # fmt: skip
+                   "done": [vars(result) for result in done], "left_s": clock.left_s}  # fmt: skip
         channel.send(process.stdin, request)  # type: ignore[arg-type]
         out = process.stdout.fileno()
         while True:
@@ -335,6 +348,7 @@ class _Worker:
             if "graded" in message:
                 return graded_from(message["graded"])
             done.append(Result(**message["result"]))
+            clock.left_s = message["left_s"]
 
     def close(self) -> None:
         """Ends the worker, and with it its sandboxes."""

@@ -9,9 +9,18 @@ from typing import Any
 
 from zerolab.course.checks import EXERCISES
 from zerolab.course.checks.core import FAILED, Verdict
-from zerolab.course.grading.judging import Failed, Gone, Notebook
+from zerolab.course.grading.judging import Clock, Failed, Gone, Notebook
 from zerolab.course.grading.sandbox import Limits
-from zerolab.course.grading.submission import Judge, Lesson, Plan, Run, Unreadable, plain, plan, read
+from zerolab.course.grading.submission import (
+    Judge,
+    Lesson,
+    Plan,
+    Run,
+    Unreadable,
+    plain,
+    plan,
+    read,
+)
 
 MOST_STARTS = 8  # of one notebook: each cell that ends it is left out of the next start
 Noted = Callable[["Result"], None]
@@ -55,12 +64,14 @@ def grade_notebook(
     limits: Limits,
     done: dict[str, Result] | None = None,
     noted: Noted = lambda _: None,
+    clock: Clock | None = None,
 ) -> Graded:
     """Grades the file as that student's. Never raises for what is in it.
 
-    `done` are results that stand already; `noted` hears of each new one at once.
+    `done` are results that stand already; `noted` hears of each new one at once. `clock` has the
+    seconds that are left, if it is not the first try.
     """
-    results = dict(done or {})
+    results, clock = dict(done or {}), clock or Clock()
     graded = Graded(student, lesson.name)
     try:
         todo = plan(lesson, read(path))
@@ -75,13 +86,15 @@ def grade_notebook(
         settle(result(exercise, 0, why))
     ended: dict[str, str] = {}  # cells that ended the sandbox, and how
     for _ in range(MOST_STARTS):
-        if all(exercise in results for exercise in lesson.exercises):
+        if clock.left_s <= 0 or all(exercise in results for exercise in lesson.exercises):
             break
-        _attempt(todo, student, limits, results, ended, settle)
+        _attempt(todo, student, limits, clock, results, ended, settle)
     last = next(reversed(ended.values()), "")
     for exercise in lesson.exercises:
         if exercise not in results:
             words = f"not judged: the notebook ended the program {MOST_STARTS} times, last: {last}"
+            if clock.left_s <= 0:
+                words = f"not judged: what comes before it used up the notebook's time ({last})"
             settle(result(exercise, 0, words))
     graded.exercises = [results[exercise] for exercise in lesson.exercises]
     graded.points = sum(one.points for one in graded.exercises)
@@ -101,6 +114,7 @@ def _attempt(
     todo: Plan,
     student: str,
     limits: Limits,
+    clock: Clock,
     results: dict[str, Result],
     ended: dict[str, str],
     settle: Noted,
@@ -110,7 +124,7 @@ def _attempt(
     errors: dict[str, str] = {}  # by cell
     at = ""
     try:
-        with Notebook(student, limits) as notebook:
+        with Notebook(student, limits, clock) as notebook:
             for step in todo.steps:
                 left = [exercise for exercise in left if exercise not in results]
                 if not left:

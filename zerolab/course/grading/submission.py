@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 50 * 2**20  # of a notebook file
+MOST_CODE = 2**20  # characters in its code cells
+MOST_CELLS = 1000
 STUB = 'raise NotImplementedError("your code here")'
 
 
@@ -159,6 +161,8 @@ def code_cells(nb: dict[str, Any]) -> Iterable[Cell]:
 def plan(lesson: Lesson, submitted: dict[str, Any]) -> Plan:
     """What to do with a submission. Raises Unreadable where it has none of the lesson's cells."""
     theirs, made = list(code_cells(submitted)), Plan()
+    if sum(len(cell.source) for cell in theirs) > MOST_CODE or len(theirs) > MOST_CELLS:
+        raise Unreadable("it has more code than a lesson asks for: take out what was generated")
     found = {c.name: _find(c, theirs, lesson, made) for c in lesson.cells if c.answer}
     if not any(found.values()):
         raise Unreadable(
@@ -260,10 +264,21 @@ def _statements(source: str) -> list[ast.stmt]:
         return []
 
 
+# What parses may still be no program (two parameters of one name), or be too deep.
+_NO_TABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+def _table(node: ast.AST) -> symtable.SymbolTable:
+    return symtable.symtable(ast.unparse(node), "cell", "exec")
+
+
 def _used(node: ast.AST) -> set[str]:
     """The variables of the notebook that it reads; a function's own names are not among them."""
     names: set[str] = set()
-    tables = [symtable.symtable(ast.unparse(node), "cell", "exec")]
+    try:
+        tables = [_table(node)]
+    except _NO_TABLE:
+        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     while tables:
         table = tables.pop()
         tables += table.get_children()
@@ -276,8 +291,11 @@ def _used(node: ast.AST) -> set[str]:
 
 def _made(statement: ast.stmt) -> set[str]:
     """The notebook's variables that it binds, or whose objects it writes into."""
-    table = symtable.symtable(ast.unparse(statement), "cell", "exec")
-    names = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+    try:
+        symbols = _table(statement).get_symbols()
+    except _NO_TABLE:
+        return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    names = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
     if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
