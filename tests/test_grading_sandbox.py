@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from zerolab.course.grading import classroom, sandbox
-from zerolab.course.grading.judging import Failed, Gone, Notebook
+from zerolab.course.grading.judging import Clock, Failed, Gone, Notebook
 from zerolab.course.grading.sandbox import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,6 +114,45 @@ def test_memory_of_many_processes_together_is_limited(fresh):
     hog += "x = b'1' * (600 * 2**20)\n        time.sleep(60)\n        os._exit(0)\ntime.sleep(60)"
     with pytest.raises(Gone, match="GiB of memory"):
         fresh.run(hog)
+
+
+@pytest.mark.parametrize(
+    "call", ["os.memfd_create('x')", "checked(libc.shmget(0, 4096, 0o1600))"], ids=["memfd", "shm"]
+)
+def test_memory_that_no_process_is_seen_to_hold_is_refused(notebook, call):
+    notebook.run(
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "def checked(got):\n    if got < 0: raise OSError(ctypes.get_errno(), 'refused')"
+    )
+    with pytest.raises(Failed, match=r"Errno 38"):
+        notebook.run(call)
+
+
+def test_a_notebook_has_seconds_for_all_of_its_cells_together():
+    clock = Clock(0.4)
+    with Notebook("ada", SMALL, Clock()) as one:
+        one.clock = clock
+        with pytest.raises(Gone, match="used up"):
+            sleep_often(one)
+        assert clock.left_s <= 0
+
+
+def sleep_often(notebook):
+    for _ in range(30):
+        notebook.run("import time\ntime.sleep(0.3)")
+
+
+def test_a_world_of_three_starts_beside_one_of_four():
+    with Notebook("ada", Limits()) as one:
+        one._ask({"do": "run", "source": "def f(): return None"}, within_s=15.0)
+        header, blobs = one._ask({"do": "answer", "source": "f"}, within_s=15.0)
+        answer = one._read(header, blobs)
+        for size in (4, 3):
+            assert one.run_on_ranks(_call, (answer,), None, size, None) == [None] * size
+
+
+def _call(function):
+    return function()
 
 
 def test_who_forks_without_end_is_ended(fresh):

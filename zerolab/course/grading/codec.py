@@ -287,7 +287,7 @@ class Reader:
 
     def _data(self, value: Any, deep: int) -> Any:
         module, _, name = value["c"].partition(":")
-        if not module.startswith("zerolab."):
+        if not module.startswith("zerolab.") or "._" in module:  # __main__ would run
             raise ValueError(f"{module} is none of ours")
         try:
             kind = getattr(importlib.import_module(module), name)
