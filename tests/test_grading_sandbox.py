@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -126,6 +129,13 @@ def test_memory_that_no_process_is_seen_to_hold_is_refused(notebook, call):
     )
     with pytest.raises(Failed, match=r"Errno 38"):
         notebook.run(call)
+
+
+def test_a_judge_that_is_busy_with_one_number_is_ended():
+    code = "from zerolab.course.grading import worker\nworker.JUDGE_S = 0.3\n"
+    code += "worker._wind_up()\n10 ** 10**9"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert ended.returncode == -signal.SIGPROF
 
 
 def test_a_notebook_has_seconds_for_all_of_its_cells_together():

@@ -152,8 +152,12 @@ def test_a_cell_that_cannot_be_parsed_is_run_all_the_same(tmp_path, source):
 
 @pytest.mark.parametrize(
     "source",
-    ["def f(x, x):\n    return limit", "nonlocal limit", "x = " + " + ".join(["limit"] * 900)],
-    ids=["two parameters of one name", "nonlocal", "deep"],
+    [
+        "def f(x, x):\n    return limit",
+        "def f():\n    x = limit\n    global x",
+        "x = " + " + ".join(["limit"] * 900),
+    ],
+    ids=["two parameters of one name", "late global", "deep"],
 )
 def test_what_parses_and_is_no_program_costs_its_own_exercise_alone(tmp_path, source):
     made = plan(lesson(tmp_path), submitted(ex_1=source, ex_2=G))
@@ -167,6 +171,19 @@ def test_what_parses_and_is_no_program_costs_its_own_exercise_alone(tmp_path, so
 def test_generated_code_without_end_is_refused(tmp_path, nb):
     with pytest.raises(Unreadable, match="more code"):
         plan(lesson(tmp_path), nb)
+
+
+def test_a_cell_that_looks_into_what_judges_it_is_remarked(tmp_path):
+    spy = "def f(x):\n    import sys\n    return sys._getframe(1).f_locals['right']"
+    made = plan(lesson(tmp_path), submitted(ex_1=spy, ex_2=G))
+    assert made.notes == ["ex-1 names _getframe, f_locals: read it"]
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)
+def test_no_solution_and_no_untouched_lesson_is_remarked(one):
+    for folder in ("lessons", "solutions"):
+        path = classroom.released().parent / folder / f"{one.name}.ipynb"
+        assert plan(one, read(path)).notes == []
 
 
 def test_sources_as_lists_and_cells_without_ids_are_read(tmp_path):

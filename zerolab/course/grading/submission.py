@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import stat
 import symtable
 from collections.abc import Iterable
@@ -20,6 +21,15 @@ MOST_BYTES = 50 * 2**20  # of a notebook file
 MOST_CODE = 2**20  # characters in its code cells
 MOST_CELLS = 1000
 STUB = 'raise NotImplementedError("your code here")'
+
+
+# Words that no answer needs, and that somebody should look at: with them code finds what judges it.
+REMARKABLE = {
+    "_getframe", "_current_frames", "currentframe", "f_back", "f_globals", "f_locals", "tb_frame",
+    "__globals__", "__closure__", "__code__", "__subclasses__", "get_objects", "get_referrers",
+    "settrace", "setprofile", "addaudithook", "ctypes", "importlib", "mock", "exec", "eval",
+    "__torch_dispatch__", "TorchDispatchMode", "Stage0", "Stage1", "Stage2", "Stage3",
+}  # fmt: skip
 
 
 class Unreadable(ValueError):
@@ -192,7 +202,16 @@ def plan(lesson: Lesson, submitted: dict[str, Any]) -> Plan:
             steps.append(Run(cell.name, cell.source, locked=True))
         steps.extend(Run(c.name, c.source) for c in own.get(cell.name, []))
     made.steps = list(_lean(steps))
+    for step in made.steps:
+        if isinstance(step, Run) and not step.locked and (words := _remarkable(step.source)):
+            made.notes.append(f"{step.cell} names {', '.join(words)}: read it")
     return made
+
+
+def _remarkable(source: str) -> list[str]:
+    """The words of a cell that somebody should look at; who wants to hide one can."""
+    found = set(re.findall(r"\w+", source))
+    return sorted(found & REMARKABLE)
 
 
 def _find(cell: Cell, theirs: list[Cell], lesson: Lesson, made: Plan) -> Cell | None:
