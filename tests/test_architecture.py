@@ -65,7 +65,10 @@ LINE_BUDGETS = {
     # four explorers: each a view over a tested function, its words and its table
     "widgets": ([p for p in FILES if p.parent.name == "widgets"], 650),
     # strangers' notebooks: a sandbox, values read without trust, which cells run, and a class
-    "grading": ([p for p in FILES if p.parent.name == "grading"], 2300),
+    "grading": (
+        [p for p in FILES if p.parent.name == "grading"],
+        2550,
+    ),  # 250: limits that attacks asked for
     # every exercise has one, with its near misses: about seventy exercises
     "checks": ([p for p in FILES if p.parent.name == "checks"], 5300),
 }

@@ -243,3 +243,24 @@ def test_an_environment_that_holds_the_course_is_refused(monkeypatch):
 def test_the_lessons_are_where_they_are_looked_for():
     assert classroom.released() == ROOT / "lessons"
     assert os.path.isdir(classroom.released())
+
+
+def test_a_run_that_is_stopped_leaves_nothing_and_the_next_has_nothing_to_fear(tmp_path):
+    source = next((ROOT / "solutions").glob("05_*.ipynb"))
+    (tmp_path / "in" / "ada").mkdir(parents=True)
+    (tmp_path / "in" / "ada" / source.name).write_bytes(source.read_bytes())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "zerolab", "grade", str(tmp_path / "in"), "-j", "1"]
+    out = ["--out", str(tmp_path / "grades.csv")]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    process = subprocess.Popen(
+        command + out, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not list(scratch.glob("zerolab-grade-*/zerolab-box-*")) and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "stopped after 0 of 1" in said
+    assert list(scratch.iterdir()) == []

@@ -46,6 +46,7 @@ def run(a: argparse.Namespace) -> int:
         grades = classroom.grade_class(found, release, classroom.Store(kept), a.j, told)
     except KeyboardInterrupt:
         after = f"run it again to go on, {kept} has them" if kept else "with --out they are kept"
+        after = after if told.done else "none is done"
         raise KeyboardInterrupt(f"stopped after {told.done} of {len(found)}; {after}") from None
     finally:
         told.end()

@@ -11,6 +11,7 @@ import queue
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -238,12 +239,14 @@ def grade_class(
         else:
             jobs.put(place)
 
-    def work() -> None:
+    def work(over: threading.Event) -> None:
         try:
             take_jobs()
         except BaseException as error:
             failed.append(error)
             stop.set()
+        finally:
+            over.set()
 
     def take_jobs() -> None:
         with _Worker() as worker:
@@ -260,21 +263,38 @@ def grade_class(
                         store.save(keys[place], graded)
                     settle(place, graded)
 
-    threads = [threading.Thread(target=work) for _ in range(min(workers, jobs.qsize()))]
-    for thread in threads:
-        thread.start()
+    # Events, since a join that Ctrl-C interrupts takes a thread at work for one that has ended.
+    ends = [threading.Event() for _ in range(min(workers, jobs.qsize()))]
+
+    def wait() -> None:
+        for over in ends:
+            while not over.wait(0.1):
+                pass
+
+    for over in ends:
+        threading.Thread(target=work, args=(over,)).start()
     try:
-        while any(thread.is_alive() for thread in threads):
-            for thread in threads:
-                thread.join(0.1)
+        wait()
     except BaseException:
         stop.set()
-        for thread in threads:
-            thread.join()
+        with _no_second_interrupt():  # which would leave things behind
+            wait()
         raise
     if failed:
         raise failed[0]
     return [grades[place] for place in sorted(grades)]
+
+
+@contextlib.contextmanager
+def _no_second_interrupt() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Worker:
@@ -291,6 +311,7 @@ class _Worker:
         done: list[Result] = []
         clock = Clock()
         for _ in range(MOST_JUDGES):
+            self._start()
             try:
                 return self._ask(one, release, done, clock, stop)
             except (OSError, EOFError, channel.Garbled):
@@ -309,13 +330,13 @@ class _Worker:
         graded.points = sum(r.points for r in graded.exercises)
         return graded
 
-    def _ask(
-        self, one: Submission, release: Path, done: list[Result], clock: Clock,
-        stop: threading.Event,
-    ) -> Graded:  # fmt: skip
-        if self._process is None:
-            command = [sys.executable, "-m", "zerolab.course.grading.worker"]
-            places = os.pathsep.join(p for p in sys.path if p)
+    def _start(self) -> None:
+        """RuntimeError where the system starts no process: no fault of any notebook's."""
+        if self._process is not None:
+            return
+        command = [sys.executable, "-m", "zerolab.course.grading.worker"]
+        places = os.pathsep.join(p for p in sys.path if p)
+        try:
             self._scratch = tempfile.mkdtemp(prefix="zerolab-grade-")
             environment = {**os.environ, "PYTHONPATH": places, "ZEROLAB_PROGRESS": "off",
                            "TMPDIR": self._scratch}  # fmt: skip
@@ -323,6 +344,14 @@ class _Worker:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
                 start_new_session=True,
             )  # fmt: skip
+        except OSError as error:
+            raise RuntimeError(f"no process for a judge could be started: {error}") from None
+
+    def _ask(
+        self, one: Submission, release: Path, done: list[Result], clock: Clock,
+        stop: threading.Event,
+    ) -> Graded:  # fmt: skip
+        assert self._process
         process = self._process
         assert process.stdin and process.stdout
         request = {"lesson": str(release), "path": str(one.path), "student": one.student,
@@ -364,7 +393,11 @@ class _Worker:
             self._process.wait()
         self._process.stdout.close()
         self._process = None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        for _ in range(50):  # what the worker had started ends just after it, and writes till then
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            if not os.path.exists(self._scratch):
+                break
+            time.sleep(0.1)
 
     def __enter__(self) -> _Worker:
         return self

@@ -94,7 +94,7 @@ def grade_notebook(
         if exercise not in results:
             words = f"not judged: the notebook ended the program {MOST_STARTS} times, last: {last}"
             if clock.left_s <= 0:
-                words = f"not judged: what comes before it used up the notebook's time ({last})"
+                words = "not judged: what comes before it used up the notebook's time"
             settle(result(exercise, 0, words))
     graded.exercises = [results[exercise] for exercise in lesson.exercises]
     graded.points = sum(one.points for one in graded.exercises)
