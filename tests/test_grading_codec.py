@@ -170,6 +170,10 @@ def test_what_a_call_writes_into_its_arguments_comes_back():
 
 
 HOSTILE = [
+    {"t": "Fraction", "v": "1e9999999999"},
+    {"t": "Fraction", "v": "1/0"},
+    {"t": "Decimal", "v": "1e999999999"},
+    {"t": "data", "c": "zerolab.__main__:main", "v": {}},
     {"t": "nonsense", "v": 1},
     {"v": 1},
     {"t": "list", "v": 3},
@@ -241,6 +245,14 @@ def frame(raw, sizes=()):
 def test_a_message_that_is_none_of_ours_is_refused(raw):
     with pytest.raises(Garbled):
         channel.receive(io.BytesIO(raw).read)
+
+
+def test_a_text_that_takes_many_times_its_size_once_it_is_read_is_not_sent(monkeypatch):
+    monkeypatch.setattr(channel, "MOST_TEXT", 1000)
+    with pytest.raises(ValueError, match="more than"):
+        channel.send(io.BytesIO(), [[]] * 1000)
+    with pytest.raises(Garbled, match="too large"):
+        channel.receive(io.BytesIO((1001).to_bytes(8, "little")).read)
 
 
 def test_messages_cross_with_their_blobs():

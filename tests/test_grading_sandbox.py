@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import psutil
 import pytest
 
 from zerolab.course.grading import classroom, sandbox
-from zerolab.course.grading.judging import Failed, Gone, Notebook
+from zerolab.course.grading.judging import Clock, Failed, Gone, Notebook
 from zerolab.course.grading.sandbox import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +119,52 @@ def test_memory_of_many_processes_together_is_limited(fresh):
         fresh.run(hog)
 
 
+@pytest.mark.parametrize(
+    "call", ["os.memfd_create('x')", "checked(libc.shmget(0, 4096, 0o1600))"], ids=["memfd", "shm"]
+)
+def test_memory_that_no_process_is_seen_to_hold_is_refused(notebook, call):
+    notebook.run(
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "def checked(got):\n    if got < 0: raise OSError(ctypes.get_errno(), 'refused')"
+    )
+    with pytest.raises(Failed, match=r"Errno 38"):
+        notebook.run(call)
+
+
+def test_a_judge_that_is_busy_with_one_number_is_ended():
+    code = "from zerolab.course.grading import worker\nworker.JUDGE_S = 0.3\n"
+    code += "worker._wind_up()\n10 ** 10**9"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert ended.returncode == -signal.SIGPROF
+
+
+def test_a_notebook_has_seconds_for_all_of_its_cells_together():
+    clock = Clock(0.4)
+    with Notebook("ada", SMALL, Clock()) as one:
+        one.clock = clock
+        with pytest.raises(Gone, match="used up"):
+            sleep_often(one)
+        assert clock.left_s <= 0
+
+
+def sleep_often(notebook):
+    for _ in range(30):
+        notebook.run("import time\ntime.sleep(0.3)")
+
+
+def test_a_world_of_three_starts_beside_one_of_four():
+    with Notebook("ada", Limits()) as one:
+        one._ask({"do": "run", "source": "def f(): return None"}, within_s=15.0)
+        header, blobs = one._ask({"do": "answer", "source": "f"}, within_s=15.0)
+        answer = one._read(header, blobs)
+        for size in (4, 3):
+            assert one.run_on_ranks(_call, (answer,), None, size, None) == [None] * size
+
+
+def _call(function):
+    return function()
+
+
 def test_who_forks_without_end_is_ended(fresh):
     with pytest.raises(Gone, match="processes"):
         fresh.run("import os\nfor _ in range(10**6):\n    os.fork()")
@@ -194,3 +243,24 @@ def test_an_environment_that_holds_the_course_is_refused(monkeypatch):
 def test_the_lessons_are_where_they_are_looked_for():
     assert classroom.released() == ROOT / "lessons"
     assert os.path.isdir(classroom.released())
+
+
+def test_a_run_that_is_stopped_leaves_nothing_and_the_next_has_nothing_to_fear(tmp_path):
+    source = next((ROOT / "solutions").glob("05_*.ipynb"))
+    (tmp_path / "in" / "ada").mkdir(parents=True)
+    (tmp_path / "in" / "ada" / source.name).write_bytes(source.read_bytes())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "zerolab", "grade", str(tmp_path / "in"), "-j", "1"]
+    out = ["--out", str(tmp_path / "grades.csv")]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    process = subprocess.Popen(
+        command + out, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not list(scratch.glob("zerolab-grade-*/zerolab-box-*")) and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "stopped after 0 of 1" in said
+    assert list(scratch.iterdir()) == []

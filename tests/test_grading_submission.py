@@ -5,14 +5,26 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import threading
 from pathlib import Path
 
 import pytest
 
+from zerolab import cli
 from zerolab.course.checks import EXERCISES
 from zerolab.course.grading import classroom, report
-from zerolab.course.grading.notebook import Graded, Result
-from zerolab.course.grading.submission import Cell, Judge, Lesson, Run, Unreadable, plan, read
+from zerolab.course.grading.notebook import Graded, Result, result
+from zerolab.course.grading.submission import (
+    Cell,
+    Judge,
+    Lesson,
+    Run,
+    Unreadable,
+    code_cells,
+    plan,
+    read,
+)
 
 LESSONS = list(classroom.lessons_in(classroom.released()))
 
@@ -138,6 +150,42 @@ def test_a_cell_that_cannot_be_parsed_is_run_all_the_same(tmp_path, source):
     assert source in ran(made)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x, x):\n    return limit",
+        "def f():\n    x = limit\n    global x",
+        "x = " + " + ".join(["limit"] * 900),
+    ],
+    ids=["two parameters of one name", "late global", "deep"],
+)
+def test_what_parses_and_is_no_program_costs_its_own_exercise_alone(tmp_path, source):
+    made = plan(lesson(tmp_path), submitted(ex_1=source, ex_2=G))
+    assert source in ran(made)
+    assert ran(made)[0] == "import math\nlimit = 3", "what it may need is there"
+
+
+@pytest.mark.parametrize(
+    "nb", [submitted(ex_1="x" * 2**20 + F), {"cells": [cell("ex-1", F)] * 2000}]
+)
+def test_generated_code_without_end_is_refused(tmp_path, nb):
+    with pytest.raises(Unreadable, match="more code"):
+        plan(lesson(tmp_path), nb)
+
+
+def test_a_cell_that_looks_into_what_judges_it_is_remarked(tmp_path):
+    spy = "def f(x):\n    import sys\n    return sys._getframe(1).f_locals['right']"
+    made = plan(lesson(tmp_path), submitted(ex_1=spy, ex_2=G))
+    assert made.notes == ["ex-1 names _getframe, f_locals: read it"]
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)
+def test_no_solution_and_no_untouched_lesson_is_remarked(one):
+    for folder in ("lessons", "solutions"):
+        path = classroom.released().parent / folder / f"{one.name}.ipynb"
+        assert plan(one, read(path)).notes == []
+
+
 def test_sources_as_lists_and_cells_without_ids_are_read(tmp_path):
     nb = submitted(ex_1=["def f(x):\n", "    return 1"], ex_2=G)
     for one in nb["cells"]:
@@ -249,6 +297,45 @@ def test_a_notebook_of_something_else_is_refused_and_stops_nobody(tmp_path):
     assert "not JSON" in refused["eve"]
 
 
+def test_what_is_no_file_of_its_own_is_refused_and_never_waited_for(tmp_path):
+    solution = classroom.released().parent / "solutions" / "05_zero_stage_1.ipynb"
+    for student in ("ada", "bob", "eve", "kim", "max", "zoe"):
+        (tmp_path / student).mkdir()
+    name = "05_zero_stage_1.ipynb"
+    (tmp_path / "ada" / name).symlink_to(solution)
+    (tmp_path / "bob" / name).symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "eve" / name)
+    (tmp_path / "kim" / name).mkdir()
+    with (tmp_path / "max" / name).open("wb") as file:
+        file.truncate(10**12)
+    (tmp_path / "zoe" / "my work.ipynb").symlink_to(solution)
+    (tmp_path / "link").symlink_to(solution.parent)
+    store, said = classroom.Store(tmp_path / "parts"), {}
+    for one in classroom.find_submissions(tmp_path, LESSONS):
+        said[one.student] = one.refused
+        if one.lesson:
+            assert store.key(one, next(classroom.released().glob("05_*.ipynb"))) is None
+            with pytest.raises(Unreadable) as refusal:
+                read(one.path)
+            said[one.student] = str(refusal.value)
+    assert {name: words.split(":")[0] for name, words in said.items()} == {
+        "ada": "it is a link", "bob": "it is a link", "eve": "it is no file",
+        "kim": "it is no file", "max": "it has 1000000 MB", "zoe": "it is a link",
+        "link": "its folder is a link, which is not followed",
+    }  # fmt: skip
+
+
+def test_names_and_reasons_move_no_cursor_and_can_be_written(tmp_path):
+    name = "x\x1b[2J\n\udcff\u202e"
+    notebook(tmp_path / os.fsdecode(b"x\x1b[2J\n\xff") / "05_zero_stage_1.ipynb")
+    (one,) = classroom.find_submissions(tmp_path, LESSONS)
+    assert one.student == r"x\x1b[2J\n\udcff"
+    assert result("05.1", 0, name).reason == r"x\x1b[2J\n\udcff\u202e"
+    assert len(result("05.1", 0, "x" * 10**6).reason) < 3000
+    (odd,) = code_cells({"cells": [cell(name, "1")]})
+    assert odd.name.isprintable()
+
+
 @pytest.mark.parametrize("make", [False, True])
 def test_no_folder_and_an_empty_one_are_said(tmp_path, make):
     folder = tmp_path / "in"
@@ -301,9 +388,88 @@ def test_feedback_shows_text_as_text_and_stays_in_its_folder(tmp_path):
     report.write_feedback(tmp_path / "out", [graded("../x<script>", 1)])
     (page,) = (tmp_path / "out").iterdir()
     text = page.read_text()
-    assert page.name == ".._x_script_.html"
+    assert re.fullmatch(r"\.\._x_script_-[0-9a-f]{8}\.html", page.name)
     assert "because &lt;b&gt; &amp; &quot;quotes&quot;" in text
     assert "<script>" not in text
+
+
+def test_nobody_s_page_replaces_another_s(tmp_path):
+    names = ["a_b", "a b", "A_B", "é" * 100, "é" * 101]
+    report.write_feedback(tmp_path, [graded(name, 1) for name in names])
+    pages = [page.read_text() for page in tmp_path.iterdir()]
+    assert len({page.name.casefold() for page in tmp_path.iterdir()}) == len(names)
+    assert all(any(f"Feedback for {name}<" in page for page in pages) for name in names)
+
+
+@pytest.mark.parametrize("name", ["+1", " =1", "\uff1d1", "@x"])
+def test_no_other_beginning_of_a_formula_gets_through(tmp_path, name):
+    report.write_csv(tmp_path / "grades.csv", [[name]])
+    assert (tmp_path / "grades.csv").read_text(encoding="utf-8").startswith("'")
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-j", "0"], "at least 1"),
+        (["--out", "nowhere/grades.csv"], "there is no folder"),
+        (["--out", "in"], "must be a file"),
+        (["--out", "x.parts"], "must be a file"),
+        (["--feedback", "class.csv"], "cannot be made into a folder"),
+        (["--feedback", "class.csv/x"], "cannot be made into a folder"),
+        (["--class", "class.csv"], "no column student"),
+        (["--class", "nothing.csv"], "cannot be read"),
+        (["--lessons", "in"], "holds no lessons"),
+        (["--lessons", "odd"], "has an exercise 99.1"),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_is_graded(
+    tmp_path, monkeypatch, capsys, options, words
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(classroom, "grade_class", lambda *_: pytest.fail("it has begun"))
+    notebook(tmp_path / "in" / "ada" / "05_zero_stage_1.ipynb")
+    Path("class.csv").write_text("name\nada\n")
+    Path("odd").mkdir()
+    Path("odd/99_x.ipynb").write_text(json.dumps({"cells": [cell("c", "check('99.1', f)")]}))
+    assert cli.main(["grade", "in", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("zerolab grade: ")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_grade_that_cannot_be_kept_stops_the_run_and_is_never_left_out(tmp_path, monkeypatch):
+    notebook(tmp_path / "in" / "ada" / "05_zero_stage_1.ipynb")
+    found = classroom.find_submissions(tmp_path / "in", LESSONS)
+    monkeypatch.setattr(classroom._Worker, "grade", lambda *_: graded("ada", 1))
+    (tmp_path / "parts").write_text("a file stands where the folder should be")
+    with pytest.raises(RuntimeError, match="cannot be kept"):
+        classroom.grade_class(found, classroom.released(), classroom.Store(tmp_path / "parts"))
+
+
+def test_a_judge_that_never_ends_costs_a_few_processes_and_what_was_judged_stands(
+    tmp_path, monkeypatch
+):
+    notebook(tmp_path / "in" / "ada" / "05_zero_stage_1.ipynb")
+    (one,) = classroom.find_submissions(tmp_path / "in", LESSONS)
+    asked = []
+
+    def ask(self, submission, release, done, clock, stop):
+        asked.append([result.id for result in done])
+        if len(asked) == 1:
+            done.append(result("05.1", 1, "passed"))
+        raise EOFError
+
+    monkeypatch.setattr(classroom._Worker, "_start", lambda _: None)
+    monkeypatch.setattr(classroom._Worker, "_ask", ask)
+    made = classroom._Worker().grade(one, one.lesson, Path(), threading.Event())
+    assert len(asked) == classroom.MOST_JUDGES < len(one.lesson.exercises)
+    assert made.points == 1
+    assert "did not come to an end" in made.exercises[1].reason
+    assert "grader itself failed" in made.error
 
 
 # ---- grades that stand already

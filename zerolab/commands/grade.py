@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def run(a: argparse.Namespace) -> int:
 
     if a.j < 1:
         raise ValueError(f"-j must be at least 1, not {a.j}")
+    _expect_places(a.out, a.feedback)
     release = a.lessons or classroom.released()
     lessons = list(classroom.lessons_in(release))
     everybody = classroom.read_class_list(a.class_list) if a.class_list else []
@@ -44,6 +46,7 @@ def run(a: argparse.Namespace) -> int:
         grades = classroom.grade_class(found, release, classroom.Store(kept), a.j, told)
     except KeyboardInterrupt:
         after = f"run it again to go on, {kept} has them" if kept else "with --out they are kept"
+        after = after if told.done else "none is done"
         raise KeyboardInterrupt(f"stopped after {told.done} of {len(found)}; {after}") from None
     finally:
         told.end()
@@ -61,6 +64,26 @@ def run(a: argparse.Namespace) -> int:
     for name in sorted({graded.student for graded in grades} - set(everybody)) if everybody else []:
         print(f"zerolab grade: {name} is not in {a.class_list}", file=sys.stderr)
     return 1 if any(graded.error for graded in grades) else 0
+
+
+def _expect_places(out: Path | None, feedback: Path | None) -> None:
+    """ValueError, before anything is graded, where the results could not be written."""
+    if out:
+        if out.is_dir() or out.suffix == ".parts":
+            raise ValueError(f"--out {out} must be a file, such as grades.csv")
+        if not out.parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.parent}")
+        if not os.access(out.parent, os.W_OK):
+            raise ValueError(f"--out {out}: the folder {out.parent} is not writable")
+    if feedback:
+        try:
+            feedback.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--feedback {feedback} cannot be made into a folder: {error.strerror}"
+            ) from None
+        if not os.access(feedback, os.W_OK):
+            raise ValueError(f"--feedback {feedback}: the folder is not writable")
 
 
 def _as_text(rows: list[list[str]]) -> str:

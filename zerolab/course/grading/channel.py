@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 DEBUG = "ZEROLAB_GRADE_DEBUG"  # in the environment: errors are shown
 Answer = tuple[Any, list[bytes]]
 MOST_BYTES = 256 * 2**20  # of one message
+MOST_TEXT = 16 * 2**20  # of its JSON, which takes many times as much memory once it is read
 
 
 class Garbled(ValueError):
@@ -25,7 +26,7 @@ def send(stream: BinaryIO, header: Any, blobs: list[bytes] | None = None) -> Non
     """Writes one message; ValueError for one that is too large."""
     blobs = blobs or []
     text = json.dumps([header, [len(blob) for blob in blobs]]).encode()
-    if len(text) + sum(map(len, blobs)) > MOST_BYTES:
+    if len(text) > MOST_TEXT or len(text) + sum(map(len, blobs)) > MOST_BYTES:
         raise ValueError(f"a message of more than {MOST_BYTES >> 20} MiB")
     stream.write(struct.pack("<Q", len(text)) + text)
     for blob in blobs:
@@ -36,7 +37,7 @@ def send(stream: BinaryIO, header: Any, blobs: list[bytes] | None = None) -> Non
 def receive(read: Callable[[int], bytes]) -> tuple[Any, list[bytes]]:
     """The next message, by a function that reads exactly so many bytes. Garbled if it is none."""
     size = struct.unpack("<Q", read(8))[0]
-    if size > MOST_BYTES:
+    if size > MOST_TEXT:
         raise Garbled("a message that is too large")
     try:
         header, sizes = json.loads(read(size))

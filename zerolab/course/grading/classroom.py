@@ -10,8 +10,11 @@ import os
 import queue
 import re
 import select
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +24,11 @@ from typing import Any
 
 import zerolab
 from zerolab.course.grading import channel
+from zerolab.course.grading.judging import Clock
 from zerolab.course.grading.notebook import Graded, Result, lessons_in, nothing, result
-from zerolab.course.grading.submission import Lesson, Unreadable, code_cells, read
+from zerolab.course.grading.submission import Lesson, Unreadable, code_cells, contents, plain, read
 
+MOST_JUDGES = 4  # processes that one notebook may cost before the rest of it is given up
 SILENCE_S = 300.0  # of a worker; the sandboxes' own limits are far below
 FLAT = re.compile(r"(?P<student>.+?)[-_ ]+(?P<lesson>\d\d_.+)")
 Told = Callable[[Graded, int, int], None]
@@ -51,13 +56,20 @@ class Store:
     _rules: str = field(default="", init=False)
 
     def key(self, submission: Submission, lesson_file: Path) -> Path | None:
-        """The file for this notebook under these rules: it changes with either."""
+        """The file for this notebook under these rules: it changes with either.
+
+        None where nothing is kept, or the notebook cannot be read.
+        """
         if self.folder is None:
+            return None
+        try:
+            handed_in = contents(submission.path)
+        except Unreadable:
             return None
         if not self._rules:
             sources = sorted(Path(zerolab.__file__).parent.glob("course/**/*.py"))
             self._rules = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
-        parts = [self._rules.encode(), lesson_file.read_bytes(), submission.path.read_bytes(),
+        parts = [self._rules.encode(), lesson_file.read_bytes(), handed_in,
                  submission.student.encode()]  # fmt: skip
         digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
         return self.folder / f"{digest.hexdigest()[:32]}.json"
@@ -76,10 +88,18 @@ class Store:
         """Whole or not at all."""
         if key is None:
             return
-        key.parent.mkdir(parents=True, exist_ok=True)
         fresh = key.with_suffix(".new")
-        fresh.write_text(json.dumps(graded.as_dict()), encoding="utf-8")
-        os.replace(fresh, key)
+        try:
+            key.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(graded.as_dict()), encoding="utf-8")
+            os.replace(fresh, key)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            raise RuntimeError(
+                f"a grade cannot be kept in {key.parent}: {error.strerror}; put that right and "
+                "run it again to go on"
+            ) from None
 
 
 def graded_from(kept: dict[str, Any]) -> Graded:
@@ -112,8 +132,15 @@ def find_submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission
         )
     found = [_recognise(path, folder, lessons) for path in paths]
     for inner in sorted(folder.iterdir()):
-        if inner.is_dir() and inner.name[0] not in "._" and inner.name not in _students(found):
-            found.append(Submission(inner.name, inner, None, "its folder holds no notebook"))
+        if (
+            inner.is_dir()
+            and inner.name[0] not in "._"
+            and plain(inner.name) not in _students(found)
+        ):
+            why = "its folder holds no notebook"
+            if inner.is_symlink():
+                why = "its folder is a link, which is not followed"
+            found.append(Submission(plain(inner.name), inner, None, why))
     return sorted(_once_each(found), key=lambda s: (s.student, str(s.path)))
 
 
@@ -126,13 +153,14 @@ def _recognise(path: Path, folder: Path, lessons: Sequence[Lesson]) -> Submissio
     flat = FLAT.fullmatch(path.stem) if len(inner) == 1 else None
     student = inner[0] if len(inner) > 1 else flat["student"] if flat else folder.resolve().name
     stem = flat["lesson"] if flat else path.stem
+    student = plain(student)
     number = re.match(r"\d\d(?=\D|$)", stem)
     by_name = [lesson for lesson in lessons if number and lesson.name[:2] == number[0]]
     if by_name:
         return Submission(student, path, by_name[0])
     try:
         names = {cell.name for cell in code_cells(read(path))}
-    except (Unreadable, OSError) as error:
+    except Unreadable as error:
         return Submission(student, path, None, str(error))
     shared = [len(names & set(lesson.checks)) for lesson in lessons]
     if not max(shared):
@@ -153,12 +181,12 @@ def _once_each(found: list[Submission]) -> Iterator[Submission]:
     for several in by_lesson.values():
         several.sort(key=_precedence)
         *others, chosen = several
-        yield replace(chosen, passed_over=tuple(other.path.name for other in others))
+        yield replace(chosen, passed_over=tuple(plain(other.path.name) for other in others))
 
 
 def _precedence(one: Submission) -> tuple[bool, float, str]:
     named = one.lesson is not None and one.path.stem == one.lesson.name
-    return named, one.path.stat().st_mtime, str(one.path)
+    return named, one.path.lstat().st_mtime, str(one.path)
 
 
 def read_class_list(path: Path) -> list[str]:
@@ -200,9 +228,10 @@ def grade_class(
             told(graded, len(grades), len(submissions))
 
     keys: dict[int, Path | None] = {}
+    failed: list[BaseException] = []
     for place, one in enumerate(submissions):
         if one.lesson is None:
-            settle(place, Graded(one.student, one.path.name, error=one.refused))
+            settle(place, Graded(one.student, plain(one.path.name), error=one.refused))
             continue
         keys[place] = store.key(one, folder / f"{one.lesson.name}.ipynb")
         if kept := store.load(keys[place]):
@@ -210,7 +239,16 @@ def grade_class(
         else:
             jobs.put(place)
 
-    def work() -> None:
+    def work(over: threading.Event) -> None:
+        try:
+            take_jobs()
+        except BaseException as error:
+            failed.append(error)
+            stop.set()
+        finally:
+            over.set()
+
+    def take_jobs() -> None:
         with _Worker() as worker:
             while not stop.is_set():
                 try:
@@ -221,22 +259,42 @@ def grade_class(
                 assert one.lesson
                 graded = worker.grade(one, one.lesson, folder / f"{one.lesson.name}.ipynb", stop)
                 if graded:
-                    store.save(keys[place], graded)
+                    if not graded.error:  # else it is tried again
+                        store.save(keys[place], graded)
                     settle(place, graded)
 
-    threads = [threading.Thread(target=work) for _ in range(min(workers, jobs.qsize()))]
-    for thread in threads:
-        thread.start()
+    # Events, since a join that Ctrl-C interrupts takes a thread at work for one that has ended.
+    ends = [threading.Event() for _ in range(min(workers, jobs.qsize()))]
+
+    def wait() -> None:
+        for over in ends:
+            while not over.wait(0.1):
+                pass
+
+    for over in ends:
+        threading.Thread(target=work, args=(over,)).start()
     try:
-        while any(thread.is_alive() for thread in threads):
-            for thread in threads:
-                thread.join(0.1)
+        wait()
     except BaseException:
         stop.set()
-        for thread in threads:
-            thread.join()
+        with _no_second_interrupt():  # which would leave things behind
+            wait()
         raise
+    if failed:
+        raise failed[0]
     return [grades[place] for place in sorted(grades)]
+
+
+@contextlib.contextmanager
+def _no_second_interrupt() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Worker:
@@ -244,15 +302,18 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch = ""  # of the process: gone with it, however it ends
 
     def grade(
         self, one: Submission, lesson: Lesson, release: Path, stop: threading.Event
     ) -> Graded | None:
         """The grade; None where `stop` was set before there was one."""
         done: list[Result] = []
-        for _ in range(len(lesson.exercises) + 1):
+        clock = Clock()
+        for _ in range(MOST_JUDGES):
+            self._start()
             try:
-                return self._ask(one, release, done, stop)
+                return self._ask(one, release, done, clock, stop)
             except (OSError, EOFError, channel.Garbled):
                 self.close()
                 if stop.is_set():
@@ -263,23 +324,38 @@ class _Worker:
                 break
             why = "the judge of this exercise did not come to an end: see what the answer returns"
             done.append(result(left[0], 0, why))
-        return nothing(lesson, one.student, f"{one.path.name}: the grader itself failed on it")
+        graded = nothing(lesson, one.student, f"{one.path.name}: the grader itself failed on it")
+        judged_so_far = {result.id: result for result in done}
+        graded.exercises = [judged_so_far.get(r.id, r) for r in graded.exercises]
+        graded.points = sum(r.points for r in graded.exercises)
+        return graded
 
-    def _ask(
-        self, one: Submission, release: Path, done: list[Result], stop: threading.Event
-    ) -> Graded:
-        if self._process is None:
-            command = [sys.executable, "-m", "zerolab.course.grading.worker"]
-            places = os.pathsep.join(p for p in sys.path if p)
-            environment = {**os.environ, "PYTHONPATH": places, "ZEROLAB_PROGRESS": "off"}
+    def _start(self) -> None:
+        """RuntimeError where the system starts no process: no fault of any notebook's."""
+        if self._process is not None:
+            return
+        command = [sys.executable, "-m", "zerolab.course.grading.worker"]
+        places = os.pathsep.join(p for p in sys.path if p)
+        try:
+            self._scratch = tempfile.mkdtemp(prefix="zerolab-grade-")
+            environment = {**os.environ, "PYTHONPATH": places, "ZEROLAB_PROGRESS": "off",
+                           "TMPDIR": self._scratch}  # fmt: skip
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
                 start_new_session=True,
             )  # fmt: skip
+        except OSError as error:
+            raise RuntimeError(f"no process for a judge could be started: {error}") from None
+
+    def _ask(
+        self, one: Submission, release: Path, done: list[Result], clock: Clock,
+        stop: threading.Event,
+    ) -> Graded:  # fmt: skip
+        assert self._process
         process = self._process
         assert process.stdin and process.stdout
         request = {"lesson": str(release), "path": str(one.path), "student": one.student,
-                   "done": [vars(result) for result in done]}  # fmt: skip
+                   "done": [vars(result) for result in done], "left_s": clock.left_s}  # fmt: skip
         channel.send(process.stdin, request)  # type: ignore[arg-type]
         out = process.stdout.fileno()
         while True:
@@ -301,6 +377,7 @@ class _Worker:
             if "graded" in message:
                 return graded_from(message["graded"])
             done.append(Result(**message["result"]))
+            clock.left_s = message["left_s"]
 
     def close(self) -> None:
         """Ends the worker, and with it its sandboxes."""
@@ -316,6 +393,11 @@ class _Worker:
             self._process.wait()
         self._process.stdout.close()
         self._process = None
+        for _ in range(50):  # what the worker had started ends just after it, and writes till then
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            if not os.path.exists(self._scratch):
+                break
+            time.sleep(0.1)
 
     def __enter__(self) -> _Worker:
         return self

@@ -9,7 +9,9 @@ import builtins
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -19,11 +21,12 @@ from zerolab.course.checks.core import LIMIT_S, Aborted, Elsewhere, Verdict, jud
 from zerolab.course.grading import codec
 from zerolab.course.grading.channel import Garbled
 from zerolab.course.grading.ranks import Learners
-from zerolab.course.grading.sandbox import Box, Died, Limits, TooLate
+from zerolab.course.grading.sandbox import PATIENCE, Box, Died, Limits, TooLate
 from zerolab.course.kept import START_S, TIMEOUT_S, crowd
 from zerolab.practice.world import RankError, RankTimeout
 
 CELL_S = 15.0  # for one cell of a learner's, of processor time
+NOTEBOOK_S = 45.0  # for all of a notebook, with its trials; the course's own need at most 12
 TRIAL_S = START_S + 3 * TIMEOUT_S
 
 
@@ -35,11 +38,18 @@ class Gone(Aborted):
     """The sandbox is no more: what ended it, in words."""
 
 
+@dataclass
+class Clock:
+    """Seconds that are left to a notebook, however often it starts; waiting costs a part."""
+
+    left_s: float = NOTEBOOK_S
+
+
 class Notebook:
     """One learner's notebook at work. Raises Gone from anything after which it must start anew."""
 
-    def __init__(self, learner: str, limits: Limits) -> None:
-        self.learner, self.limits = learner, limits
+    def __init__(self, learner: str, limits: Limits, clock: Clock | None = None) -> None:
+        self.learner, self.limits, self.clock = learner, limits, clock or Clock()
         self.environment = {"ZEROLAB_LEARNER": learner}
         self._ranks: Box | None = None
         self._left_s = 0.0  # for the calls of one verdict, all together
@@ -132,15 +142,22 @@ class Notebook:
         self, request: Any, blobs: list[bytes] | None = None, *, within_s: float,
         box: Box | None = None,
     ) -> tuple[Any, list[bytes]]:  # fmt: skip
+        asked, began = box or self._cells, time.monotonic()
+        used = asked.cpu_s
         try:
-            header, back = (box or self._cells).ask(request, blobs, within_s)
+            header, back = asked.ask(request, blobs, min(within_s, self.clock.left_s))
         except TooLate:
+            if self.clock.left_s < within_s:
+                raise Gone(f"the notebook used up all its {NOTEBOOK_S:.0f} seconds") from None
             limit_s = LIMIT_S if request.get("do") == "call" else within_s
             raise Gone(f"it did not end within {limit_s:.0f} seconds") from None
         except Died as error:
             raise Gone(str(error)) from None
         except Garbled as error:
             raise Gone(f"its answer is {error}") from None
+        finally:
+            waited = (time.monotonic() - began) / PATIENCE
+            self.clock.left_s -= max(asked.cpu_s - used, waited)
         if isinstance(header, dict) and "raised" in header:
             _raise(header["raised"], request.get("do", "ranks"))
         return header, back

@@ -9,9 +9,18 @@ from typing import Any
 
 from zerolab.course.checks import EXERCISES
 from zerolab.course.checks.core import FAILED, Verdict
-from zerolab.course.grading.judging import Failed, Gone, Notebook
+from zerolab.course.grading.judging import Clock, Failed, Gone, Notebook
 from zerolab.course.grading.sandbox import Limits
-from zerolab.course.grading.submission import Judge, Lesson, Plan, Run, Unreadable, plan, read
+from zerolab.course.grading.submission import (
+    Judge,
+    Lesson,
+    Plan,
+    Run,
+    Unreadable,
+    plain,
+    plan,
+    read,
+)
 
 MOST_STARTS = 8  # of one notebook: each cell that ends it is left out of the next start
 Noted = Callable[["Result"], None]
@@ -44,10 +53,8 @@ class Graded:
 
 
 def result(exercise: str, points: float, reason: str) -> Result:
-    """ValueError for an exercise that the package does not have."""
-    if exercise not in EXERCISES:
-        raise ValueError(f"the release has an exercise {exercise}, which this package has not")
-    return Result(exercise, points, EXERCISES[exercise].points, reason)
+    """With the words made fit for tables."""
+    return Result(exercise, points, EXERCISES[exercise].points, plain(reason))
 
 
 def grade_notebook(
@@ -57,17 +64,19 @@ def grade_notebook(
     limits: Limits,
     done: dict[str, Result] | None = None,
     noted: Noted = lambda _: None,
+    clock: Clock | None = None,
 ) -> Graded:
     """Grades the file as that student's. Never raises for what is in it.
 
-    `done` are results that stand already; `noted` hears of each new one at once.
+    `done` are results that stand already; `noted` hears of each new one at once. `clock` has the
+    seconds that are left, if it is not the first try.
     """
-    results = dict(done or {})
+    results, clock = dict(done or {}), clock or Clock()
     graded = Graded(student, lesson.name)
     try:
         todo = plan(lesson, read(path))
-    except (Unreadable, OSError) as error:
-        return nothing(lesson, student, f"{path.name}: {error}")
+    except Unreadable as error:
+        return nothing(lesson, student, plain(f"{path.name}: {error}"))
 
     def settle(one: Result) -> None:
         results[one.id] = one
@@ -77,18 +86,20 @@ def grade_notebook(
         settle(result(exercise, 0, why))
     ended: dict[str, str] = {}  # cells that ended the sandbox, and how
     for _ in range(MOST_STARTS):
-        if all(exercise in results for exercise in lesson.exercises):
+        if clock.left_s <= 0 or all(exercise in results for exercise in lesson.exercises):
             break
-        _attempt(todo, student, limits, results, ended, settle)
+        _attempt(todo, student, limits, clock, results, ended, settle)
     last = next(reversed(ended.values()), "")
     for exercise in lesson.exercises:
         if exercise not in results:
             words = f"not judged: the notebook ended the program {MOST_STARTS} times, last: {last}"
+            if clock.left_s <= 0:
+                words = "not judged: what comes before it used up the notebook's time"
             settle(result(exercise, 0, words))
     graded.exercises = [results[exercise] for exercise in lesson.exercises]
     graded.points = sum(one.points for one in graded.exercises)
     graded.max_points = sum(one.max_points for one in graded.exercises)
-    graded.notes = todo.notes + [f"{cell}: {how}; left out" for cell, how in ended.items()]
+    graded.notes = todo.notes + [plain(f"{cell}: {how}; left out") for cell, how in ended.items()]
     return graded
 
 
@@ -103,6 +114,7 @@ def _attempt(
     todo: Plan,
     student: str,
     limits: Limits,
+    clock: Clock,
     results: dict[str, Result],
     ended: dict[str, str],
     settle: Noted,
@@ -112,7 +124,7 @@ def _attempt(
     errors: dict[str, str] = {}  # by cell
     at = ""
     try:
-        with Notebook(student, limits) as notebook:
+        with Notebook(student, limits, clock) as notebook:
             for step in todo.steps:
                 left = [exercise for exercise in left if exercise not in results]
                 if not left:
@@ -168,6 +180,9 @@ def lessons_in(folder: Path) -> Iterator[Lesson]:
         )
     for path in paths:
         try:
-            yield Lesson.load(path)
+            lesson = Lesson.load(path)
         except Unreadable as error:
             raise ValueError(f"{path}: {error}") from None
+        if unknown := [one for one in lesson.exercises if one not in EXERCISES]:
+            raise ValueError(f"{path} has an exercise {unknown[0]}, which this package has not")
+        yield lesson

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import html
 import os
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from zerolab.course.checks import EXERCISES
 from zerolab.course.grading.notebook import Graded
 
+FORMULA = "=+-@\uff1d\uff0b\uff0d\uff20"  # and their full-width forms
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 16px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
@@ -57,8 +59,8 @@ def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:
     """Whole or not at all. No cell begins as a formula would: spreadsheets run those."""
     fresh = path.with_name(path.name + ".new")
     with fresh.open("w", newline="", encoding="utf-8") as file:
-        safe = [["'" + cell if cell[:1] in "=+-@\t\r" and cell else cell for cell in row]
-                for row in rows]  # fmt: skip
+        safe = [["'" + cell if cell.lstrip()[:1] in FORMULA and cell.strip() else cell
+                 for cell in row] for row in rows]  # fmt: skip
         csv.writer(file).writerows(safe)
     os.replace(fresh, path)
 
@@ -66,11 +68,14 @@ def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:
 def write_feedback(folder: Path, grades: Sequence[Graded]) -> int:
     """A page for each learner, named by their id; returns how many."""
     folder.mkdir(parents=True, exist_ok=True)
-    students = by_student(grades)
+    students, taken = by_student(grades), set[str]()
     for student, own in students.items():
         title = html.escape(f"Feedback for {student}")
         page = PAGE.format(title=title, body="".join(map(_section, own)))
-        name = "".join(c if c.isalnum() or c in "-_.@" else "_" for c in student)
+        name = "".join(c if c.isalnum() or c in "-_.@" else "_" for c in student)[:60]
+        if name != student or name.casefold() in taken:  # nobody's page replaces another's
+            name += "-" + hashlib.sha256(student.encode()).hexdigest()[:8]
+        taken.add(name.casefold())
         (folder / f"{name}.html").write_text(page, encoding="utf-8")
     return len(students)
 

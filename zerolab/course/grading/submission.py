@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import stat
 import symtable
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,11 +18,28 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 50 * 2**20  # of a notebook file
+MOST_CODE = 2**20  # characters in its code cells
+MOST_CELLS = 1000
 STUB = 'raise NotImplementedError("your code here")'
+
+
+# Words that no answer needs, and that somebody should look at: with them code finds what judges it.
+REMARKABLE = {
+    "_getframe", "_current_frames", "currentframe", "f_back", "f_globals", "f_locals", "tb_frame",
+    "__globals__", "__closure__", "__code__", "__subclasses__", "get_objects", "get_referrers",
+    "settrace", "setprofile", "addaudithook", "ctypes", "importlib", "mock", "exec", "eval",
+    "__torch_dispatch__", "TorchDispatchMode", "Stage0", "Stage1", "Stage2", "Stage3",
+}  # fmt: skip
 
 
 class Unreadable(ValueError):
     """Why a submission cannot be graded, in one sentence."""
+
+
+def plain(text: str, most: int = 2000) -> str:
+    """A learner's text for tables, pages and terminals: what moves a cursor is shown as a code."""
+    text = text if len(text) <= most else text[:most] + " …"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class Lesson:
     @classmethod
     def load(cls, path: Path) -> Lesson:
         """ValueError where a check cell is not one call of check."""
-        cells = tuple(code_cells(read(path)))
+        cells = tuple(code_cells(read(path.resolve())))
         checks = {c.name: _checked(c) for c in cells if c.source.startswith("check(")}
         return cls(path.stem, cells, checks)
 
@@ -93,13 +112,31 @@ def _checked(cell: Cell) -> tuple[str, str]:
     raise ValueError(f"the cell {cell.name} of the release is not check(number, answer)")
 
 
+def contents(path: Path) -> bytes:
+    """A handed-in file's bytes. Raises Unreadable for what is no file of a sound size.
+
+    A link might lead to the solutions or to somebody else's work, and a pipe never ends.
+    """
+    try:
+        about = path.lstat()
+        if stat.S_ISLNK(about.st_mode):
+            raise Unreadable("it is a link: hand in the notebook itself")
+        if not stat.S_ISREG(about.st_mode):
+            raise Unreadable("it is no file: hand in the notebook itself")
+        if about.st_size > MOST_BYTES:
+            megabytes = about.st_size / 1e6
+            raise Unreadable(f"it has {megabytes:.0f} MB: clear its outputs and hand it in again")
+        return path.read_bytes()
+    except OSError as error:
+        raise Unreadable(f"it cannot be read: {error.strerror}") from None
+
+
 def read(path: Path) -> dict[str, Any]:
     """A notebook's JSON. Raises Unreadable where it is none of ours to run."""
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise Unreadable(f"it has {size / 1e6:.0f} MB: clear its outputs and hand it in again")
     try:
-        nb = json.loads(path.read_bytes())
+        nb = json.loads(contents(path))
+    except Unreadable:
+        raise
     except (ValueError, RecursionError):
         raise Unreadable("it is not JSON: save it in JupyterLab and hand it in again") from None
     if not isinstance(nb, dict) or not isinstance(nb.get("cells"), list):
@@ -127,14 +164,15 @@ def code_cells(nb: dict[str, Any]) -> Iterable[Cell]:
         if isinstance(source, list):
             source = "".join(map(str, source))
         name = _get(cell, "metadata", "nbgrader", "grade_id") or cell.get("id") or f"cell-{place}"
-        yield Cell(
-            str(name), str(source or ""), bool(_get(cell, "metadata", "nbgrader", "solution"))
-        )
+        answer = bool(_get(cell, "metadata", "nbgrader", "solution"))
+        yield Cell(plain(str(name), 80), str(source or ""), answer)
 
 
 def plan(lesson: Lesson, submitted: dict[str, Any]) -> Plan:
     """What to do with a submission. Raises Unreadable where it has none of the lesson's cells."""
     theirs, made = list(code_cells(submitted)), Plan()
+    if sum(len(cell.source) for cell in theirs) > MOST_CODE or len(theirs) > MOST_CELLS:
+        raise Unreadable("it has more code than a lesson asks for: take out what was generated")
     found = {c.name: _find(c, theirs, lesson, made) for c in lesson.cells if c.answer}
     if not any(found.values()):
         raise Unreadable(
@@ -164,7 +202,16 @@ def plan(lesson: Lesson, submitted: dict[str, Any]) -> Plan:
             steps.append(Run(cell.name, cell.source, locked=True))
         steps.extend(Run(c.name, c.source) for c in own.get(cell.name, []))
     made.steps = list(_lean(steps))
+    for step in made.steps:
+        if isinstance(step, Run) and not step.locked and (words := _remarkable(step.source)):
+            made.notes.append(f"{step.cell} names {', '.join(words)}: read it")
     return made
+
+
+def _remarkable(source: str) -> list[str]:
+    """The words of a cell that somebody should look at; who wants to hide one can."""
+    found = set(re.findall(r"\w+", source))
+    return sorted(found & REMARKABLE)
 
 
 def _find(cell: Cell, theirs: list[Cell], lesson: Lesson, made: Plan) -> Cell | None:
@@ -236,10 +283,21 @@ def _statements(source: str) -> list[ast.stmt]:
         return []
 
 
+# What parses may still be no program (two parameters of one name), or be too deep.
+_NO_TABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+def _table(node: ast.AST) -> symtable.SymbolTable:
+    return symtable.symtable(ast.unparse(node), "cell", "exec")
+
+
 def _used(node: ast.AST) -> set[str]:
     """The variables of the notebook that it reads; a function's own names are not among them."""
     names: set[str] = set()
-    tables = [symtable.symtable(ast.unparse(node), "cell", "exec")]
+    try:
+        tables = [_table(node)]
+    except _NO_TABLE:
+        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     while tables:
         table = tables.pop()
         tables += table.get_children()
@@ -252,8 +310,11 @@ def _used(node: ast.AST) -> set[str]:
 
 def _made(statement: ast.stmt) -> set[str]:
     """The notebook's variables that it binds, or whose objects it writes into."""
-    table = symtable.symtable(ast.unparse(statement), "cell", "exec")
-    names = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+    try:
+        symbols = _table(statement).get_symbols()
+    except _NO_TABLE:
+        return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    names = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
     if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):

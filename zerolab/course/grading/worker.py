@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from zerolab.course.checks import core
 from zerolab.course.grading import channel
+from zerolab.course.grading.judging import Clock
 from zerolab.course.grading.notebook import Result, grade_notebook
 from zerolab.course.grading.sandbox import Limits
 from zerolab.course.grading.submission import Lesson
 
 MEMORY_BYTES = 8 * 2**30
+JUDGE_S = 20.0  # of the judge's own processor time; most need less than 2
 
 
 def main() -> None:
@@ -38,13 +41,27 @@ def main() -> None:
 
 
 def _grade(request: Any, sink: Any) -> Any:
-    def noted(one: Result) -> None:
-        channel.send(sink, {"result": vars(one)})
+    clock = Clock(request["left_s"])
 
+    def noted(one: Result) -> None:
+        channel.send(sink, {"result": vars(one), "left_s": clock.left_s})
+        _wind_up()
+
+    _wind_up()
     done = {one["id"]: Result(**one) for one in request["done"]}
     lesson = Lesson.load(Path(request["lesson"]))
     limits, path = Limits(), Path(request["path"])
-    return grade_notebook(lesson, path, request["student"], limits, done, noted).as_dict()
+    student = request["student"]
+    return grade_notebook(lesson, path, student, limits, done, noted, clock).as_dict()
+
+
+def _wind_up() -> None:
+    """Ends this process unless the next verdict is there within JUDGE_S of its own time.
+
+    A number or a formula may keep one operation busy for ever, which no exception interrupts.
+    """
+    if hasattr(signal, "ITIMER_PROF"):
+        signal.setitimer(signal.ITIMER_PROF, JUDGE_S)
 
 
 if __name__ == "__main__":
