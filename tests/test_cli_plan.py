@@ -273,6 +273,8 @@ SMALL = "--params 7e9 --ranks 8"
         ("--params 0 --ranks 8 --stage 1", "params must be a whole number of at least 1"),
         ("--params inf --ranks 8 --stage 1", "not inf"),
         ("--model llama-7b --ranks 8 --stage 1", "the nearest are llama2-7b"),
+        ("--model llama9 --stage 2", "the nearest are llama3-8b"),
+        ("--model llama9", "the nearest are llama3-8b"),
         ("--model gpt2 --cluster dgx-a10 --stage 1", "the nearest are dgx-a100"),
         ("--model gpt2 --device a100 --stage 1", "the nearest are a100-80"),
         (f"{SMALL} --stage 3 --link nvlink", "the nearest are nvlink"),

@@ -6,12 +6,14 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from zerolab.course.plots import (
     COLORS,
     FIGURE_DATA,
     HATCHES,
     collective_schedule,
+    figure_of,
     held_against_ranks,
     held_bars,
     memory_over_step,
@@ -199,3 +201,62 @@ def test_a_figure_is_shown_with_its_numbers_and_its_words(monkeypatch):
     assert picture["text/plain"] == "Two bytes."
     assert picture[FIGURE_DATA] == [{"bars": [[0, -0.4, 2, 0.8]], "lines": []}]
     assert words.data == "*Two bytes.*"
+
+
+def pixels_of(figure) -> np.ndarray:
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba()).astype(int)
+
+
+def written(figure, shift=0):
+    """A figure of 300 x 200 pixels with texts of all kinds that stand on whole pixels."""
+    texts = [("gradients", {}), ("gradients", {"fontsize": 8}), ("gradients", {"color": "#c96607"}),
+             ("8.4 ↕", {"rotation": 90}), ("rank 0", {"rotation": 40}), ("faint", {"alpha": 0.4}),
+             ("glass", {"color": (0, 0, 1, 0.5)}), ("$x^2$", {}), ("gradients", {})]  # fmt: skip
+    for number, (text, how) in enumerate(texts):
+        x, y = 40 + 90 * (number % 3) + shift, 40 + 60 * (number // 3) + shift
+        figure.text(x / 300, y / 200, text, rotation_mode="anchor", **how)
+    return figure
+
+
+@pytest.mark.parametrize("shift", [0, 7])
+def test_text_that_is_kept_is_matplotlibs_own(shift):
+    quick, own = (figure_of(3, 2, [])[0] for _ in range(2))
+    FigureCanvasAgg(own)
+    pixels_of(written(quick))  # all are kept from here on
+    for text in [*quick.texts]:
+        text.remove()
+    expected = pixels_of(written(own, shift))
+    assert (expected < 128).any()
+    assert np.abs(pixels_of(written(quick, shift)) - expected).max() <= 3, "rounding, of 255"
+
+
+def test_text_that_moves_between_pixels_keeps_its_look():
+    figure, _ = figure_of(3, 2, [])
+    text = figure.text(0.5, 0.5, "gradients")
+    before = pixels_of(figure)
+    text.set_x(0.5 + 0.3 / 300)
+    assert (pixels_of(figure) == before).all()
+    text.set_x(0.5 + 1 / 300)
+    assert (pixels_of(figure)[:, 1:] == before[:, :-1]).all()
+
+
+def test_text_ends_where_it_is_clipped_there_alone_and_may_be_blank():
+    figure, (ax,) = figure_of(3, 2, [(0.5, 0, 0.5, 1)])
+    ax.set_axis_off()
+    ax.text(-0.1, 0.5, "gradients", clip_on=True)
+    ax.text(0.2, 0.2, "  ")
+    clipped = pixels_of(figure)
+    assert (clipped[:, :150] == 255).all() and (clipped[:, 150:] < 128).any()
+    ax.texts[0].set_clip_on(False)
+    assert (pixels_of(figure)[:, :150] < 128).any(), "what is kept is the whole text"
+
+
+def test_texts_are_kept_up_to_a_number(monkeypatch):
+    monkeypatch.setattr("zerolab.course.plots.quick.TEXTS", 3)
+    figure, _ = figure_of(3, 2, [])
+    for number in range(9):
+        figure.text(0.5, number / 10, str(number))
+    first = pixels_of(figure)
+    assert len(figure.canvas.get_renderer()._kept) == 3
+    assert (pixels_of(figure) == first).all()

@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError for options that exclude one another, and where one is missing."""
+    """ValueError for options that exclude one another, an unknown model, and what is missing."""
     values = {name: value for name, value in vars(options).items() if value is not None}
     given = {name for name, value in values.items() if value is not False or name == "tied"}
     given -= {"json", "command", "run"}
@@ -100,6 +100,10 @@ def check(options: argparse.Namespace) -> None:
     for one, other in EXCLUDE_ONE_ANOTHER:
         if {one, other} <= given:
             raise ValueError(f"--{one} and --{other} exclude one another: give one of them.")
+    if "model" in given:
+        from zerolab.theory import catalog
+
+        catalog.model(options.model)  # a misspelt name is said before what else is missing
     if not {"params", "model"} & given:
         raise ValueError("A plan needs --params, such as 7.5e9, or --model, such as llama2-7b.")
     if not {"ranks", "device", "cluster"} & given:

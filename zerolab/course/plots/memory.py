@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from zerolab.course.plots.base import COLORS, LINES, SLANTED, bare, legend, spans, style
+from zerolab.course.plots.base import COLORS, LINES, SLANTED, bar, bare, legend, spans, style
 
 
 def _named(kinds: Iterable[str]) -> list[str]:
@@ -28,7 +28,7 @@ def held_bars(
     for place, row in enumerate(rows.values()):
         left = 0.0
         for kind in (k for k in COLORS if row.get(k)):
-            ax.barh(place, float(row[kind]), left=left, **style(kind))
+            bar(ax, left, place, float(row[kind]), **style(kind))
             left += float(row[kind])
         ax.text(left, place, f" {left:.4g}", va="center")
     longest = max(sum(float(row.get(kind, 0)) for kind in COLORS) for row in rows.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from zerolab.course.plots.base import COLORS, SLANTED, bare, legend, spans, style
+from zerolab.course.plots.base import COLORS, SLANTED, bar, bare, legend, spans, style
 from zerolab.theory.timeline import STREAMS, Timeline
 
 # A collective is drawn in the colour of what it carries.
@@ -133,7 +133,7 @@ def offload_hierarchy(
         left = 0.0
         for kind in (k for k in COLORS if held.get(k)):
             share = 100 * float(held[kind]) / capacity
-            ax.barh(2 * place, share, 0.9, left, **style(kind))
+            bar(ax, left, 2 * place, share, 0.9, **style(kind))
             left += share
         words = f"{sum(held.values()) / 1e9:,.1f} of {capacity / 1e9:,.0f} GB, {left:,.0f} %"
         ax.text(WIDEST, 2 * place, f" {words}", va="center")

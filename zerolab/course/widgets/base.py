@@ -173,6 +173,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def slider(name: str, options: Sequence[tuple[str, Any]], value: Any) -> Any:
     """A slider over named values, moved with the arrow keys; none lies outside of its range.
 
+    A screen reader says its value, but not its name: ipywidgets has no way to name the handle.
     ValueError for a start value that it does not have.
     """
     known = [choice for _, choice in options]
