@@ -61,8 +61,8 @@ LINE_BUDGETS = {
     ),
     # what an instructor hands out, a class to try grading on, and the course under nbgrader
     "classroom": ([PACKAGE / "course" / f"{name}.py" for name in CLASSROOM], 800),
-    # eight figures, each for any numbers, with a legend and a text for what colour says; sixty lines
-    # keep the pixels of texts, which halves the time of an explorer's move
+    # eight figures, each for any numbers, with a legend and a text for what colour says; sixty
+    # lines keep the pixels of texts, which halves the time of an explorer's move
     "plots": ([p for p in FILES if p.parent.name == "plots"], 560),
     # four explorers: each a view over a tested function, its words and its table
     "widgets": ([p for p in FILES if p.parent.name == "widgets"], 650),

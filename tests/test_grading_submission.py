@@ -13,7 +13,7 @@ import pytest
 
 from zerolab import cli
 from zerolab.course.checks import EXERCISES
-from zerolab.course.grading import classroom, report
+from zerolab.course.grading import classroom, judges, report
 from zerolab.course.grading.notebook import Graded, Result, result
 from zerolab.course.grading.submission import (
     Cell,
@@ -444,7 +444,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_graded(
 def test_a_grade_that_cannot_be_kept_stops_the_run_and_is_never_left_out(tmp_path, monkeypatch):
     notebook(tmp_path / "in" / "ada" / "05_zero_stage_1.ipynb")
     found = classroom.find_submissions(tmp_path / "in", LESSONS)
-    monkeypatch.setattr(classroom._Worker, "grade", lambda *_: graded("ada", 1))
+    monkeypatch.setattr(judges.Worker, "grade", lambda *_: graded("ada", 1))
     (tmp_path / "parts").write_text("a file stands where the folder should be")
     with pytest.raises(RuntimeError, match="cannot be kept"):
         classroom.grade_class(found, classroom.released(), classroom.Store(tmp_path / "parts"))
@@ -463,10 +463,10 @@ def test_a_judge_that_never_ends_costs_a_few_processes_and_what_was_judged_stand
             done.append(result("05.1", 1, "passed"))
         raise EOFError
 
-    monkeypatch.setattr(classroom._Worker, "_start", lambda _: None)
-    monkeypatch.setattr(classroom._Worker, "_ask", ask)
-    made = classroom._Worker().grade(one, one.lesson, Path(), threading.Event())
-    assert len(asked) == classroom.MOST_JUDGES < len(one.lesson.exercises)
+    monkeypatch.setattr(judges.Worker, "_start", lambda _: None)
+    monkeypatch.setattr(judges.Worker, "_ask", ask)
+    made = judges.Worker().grade(one, one.lesson, Path(), threading.Event())
+    assert len(asked) == judges.MOST_JUDGES < len(one.lesson.exercises)
     assert made.points == 1
     assert "did not come to an end" in made.exercises[1].reason
     assert "grader itself failed" in made.error
