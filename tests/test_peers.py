@@ -66,6 +66,20 @@ def test_a_collective_is_booked_with_the_size_of_its_own_group(world_of):
     assert world_of(4).run(all_reduce_in_pairs) == [2 * 32 // 2 + 2 * 32 * 3 // 4] * 4
 
 
+def many_collectives_at_once():
+    import torch.distributed as dist
+
+    group = dist.distributed_c10d._get_default_group()
+    wholes, parts = [torch.ones(8), torch.ones(12)], [torch.ones(4), torch.ones(6)]
+    with Meter() as meter:
+        group.allgather_into_tensor_coalesced(wholes, parts).wait()
+    return meter.sent_bytes()["all_gather"]
+
+
+def test_gathers_that_were_made_one_call_are_booked_as_each_alone(world_of):
+    assert world_of(2).run(many_collectives_at_once) == [4 * (4 + 6)] * 2
+
+
 def test_wire_bytes_show_what_gloo_s_reduce_scatter_costs(world_of):
     compared = measure_peer("fsdp2", 2, world_of(2))
     if compared.wire_bytes is None:
