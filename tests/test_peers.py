@@ -2,12 +2,15 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from zerolab.cli import main
 from zerolab.course.beside import RULES, measure_peer
+from zerolab.practice import peers
+from zerolab.practice.gpt import GPT
 from zerolab.practice.meter import Meter
 from zerolab.practice.peers import HAS_DEEPSPEED, PEERS, peer_named
 
@@ -120,6 +123,25 @@ def test_deepspeed_is_named_where_it_is_missing(monkeypatch):
         monkeypatch.delitem(PEERS, f"deepspeed-{stage}", raising=False)
         with pytest.raises(ValueError, match="DeepSpeed, which is not installed here"):
             peer_named(f"deepspeed-{stage}")
+
+
+def test_deepspeed_is_told_to_keep_no_parameter_whole_at_stage_3(monkeypatch):
+    asked = []
+
+    def initialize(model, config, **_):
+        asked.append(config["zero_optimization"])
+        return (model,)
+
+    monkeypatch.setattr(peers, "HAS_DEEPSPEED", True)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    for stage in (2, 3):
+        peers.DeepSpeed(GPT(), stage)
+    of_stage_3 = [{n: v for n, v in zero.items() if n.startswith("stage3_")} for zero in asked]
+    assert [zero["stage"] for zero in asked] == [2, 3]
+    assert of_stage_3[0] == {}
+    assert set(of_stage_3[1].values()) == {0}
+    kept = {"stage3_param_persistence_threshold", "stage3_max_live_parameters"}
+    assert kept < set(of_stage_3[1])
 
 
 def test_every_peer_has_its_rule():

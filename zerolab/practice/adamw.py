@@ -84,9 +84,13 @@ class AdamW:
         self.steps += 1
 
     def _fused(self, tensors: list[Tensor], scale: float) -> None:
+        master, grad, momentum, variance = ([t] for t in tensors)
         o = self.options
         torch._fused_adamw_(
-            *([t] for t in tensors),  # lists of tensors: each of one
+            master,
+            grad,
+            momentum,
+            variance,
             [],
             [torch.tensor(self.steps + 1.0)],
             amsgrad=False,
