@@ -160,7 +160,6 @@ FREE_AFTER_USE = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
     "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 0,
 }
 
 
