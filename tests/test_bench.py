@@ -4,8 +4,9 @@ import pytest
 
 from zerolab.commands.bench import text
 from zerolab.practice.bench import PAIRS, race, summary
-from zerolab.practice.gpt import GPTConfig
+from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.peers import PEERS
+from zerolab.theory.memory import held_bytes
 
 SMALL = GPTConfig(context=128, width=32, layers=2, heads=2)
 
@@ -84,11 +85,39 @@ def test_the_text_has_a_line_for_each_pair_and_each_engine(outcome):
         ("fsdp2", 3),
         ("fsdp2-no-reshard", 2),
         ("fsdp2-fp32", 6),
+        *([("deepspeed-2", 3), ("deepspeed-3", 3)] if "deepspeed-3" in PEERS else []),
     ],
 )
 def test_engines_send_what_they_are_known_to_send(outcome, engine, bytes_per_parameter):
     sent = outcome["engines"][engine]["sent_bytes_per_parameter"]
     assert sent == pytest.approx(bytes_per_parameter, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "recipe"),
+    [
+        (0, "fp32", "adamw-fp32"),
+        (1, "fp32", "adamw-fp32"),
+        (2, "bf16", "adamw-mixed"),
+        (3, "bf16", "adamw-mixed"),
+        (3, "fp32", "adamw-fp32"),
+    ],
+)
+def test_a_stage_in_the_race_holds_what_is_derived_for_it(outcome, stage, precision, recipe):
+    units = [num_parameters(unit) for unit in GPT(SMALL).units()] if stage >= 2 else None
+    derived = held_bytes(stage, 2, outcome["params"], recipe, units)["total"]
+    held = outcome["engines"][f"stage {stage} {precision}"]["held_bytes_per_parameter"]
+    assert held == round(derived / outcome["params"], 3)
+
+
+def test_every_engine_holds_its_states_and_the_runner_alone_no_optimizer_s(outcome):
+    held = {name: e["held_bytes_per_parameter"] for name, e in outcome["engines"].items()}
+    assert held["ddp"] == pytest.approx(16, rel=0.02)
+    assert held["fsdp2"] == pytest.approx(8, rel=0.02)  # fp32 shards of all four
+    assert held["alone fp32"] == 8 and held["alone bf16"] == 4
+    shown = text(outcome)
+    for name, each in held.items():
+        assert f"\n{name:32}{each:8.2f}" in shown
 
 
 def test_stage_1_is_free_and_zero_redundancy_optimizer_is_not(outcome):

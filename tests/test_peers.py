@@ -2,12 +2,15 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from zerolab.cli import main
 from zerolab.course.beside import RULES, measure_peer
+from zerolab.practice import peers
+from zerolab.practice.gpt import GPT
 from zerolab.practice.meter import Meter
 from zerolab.practice.peers import HAS_DEEPSPEED, PEERS, peer_named
 
@@ -66,6 +69,20 @@ def test_a_collective_is_booked_with_the_size_of_its_own_group(world_of):
     assert world_of(4).run(all_reduce_in_pairs) == [2 * 32 // 2 + 2 * 32 * 3 // 4] * 4
 
 
+def many_collectives_at_once():
+    import torch.distributed as dist
+
+    group = dist.distributed_c10d._get_default_group()
+    wholes, parts = [torch.ones(8), torch.ones(12)], [torch.ones(4), torch.ones(6)]
+    with Meter() as meter:
+        group.allgather_into_tensor_coalesced(wholes, parts).wait()
+    return meter.sent_bytes()["all_gather"]
+
+
+def test_gathers_that_were_made_one_call_are_booked_as_each_alone(world_of):
+    assert world_of(2).run(many_collectives_at_once) == [4 * (4 + 6)] * 2
+
+
 def test_wire_bytes_show_what_gloo_s_reduce_scatter_costs(world_of):
     compared = measure_peer("fsdp2", 2, world_of(2))
     if compared.wire_bytes is None:
@@ -106,6 +123,25 @@ def test_deepspeed_is_named_where_it_is_missing(monkeypatch):
         monkeypatch.delitem(PEERS, f"deepspeed-{stage}", raising=False)
         with pytest.raises(ValueError, match="DeepSpeed, which is not installed here"):
             peer_named(f"deepspeed-{stage}")
+
+
+def test_deepspeed_is_told_to_keep_no_parameter_whole_at_stage_3(monkeypatch):
+    asked = []
+
+    def initialize(model, config, **_):
+        asked.append(config["zero_optimization"])
+        return (model,)
+
+    monkeypatch.setattr(peers, "HAS_DEEPSPEED", True)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    for stage in (2, 3):
+        peers.DeepSpeed(GPT(), stage)
+    of_stage_3 = [{n: v for n, v in zero.items() if n.startswith("stage3_")} for zero in asked]
+    assert [zero["stage"] for zero in asked] == [2, 3]
+    assert of_stage_3[0] == {}
+    assert set(of_stage_3[1].values()) == {0}
+    kept = {"stage3_param_persistence_threshold", "stage3_max_live_parameters"}
+    assert kept < set(of_stage_3[1])
 
 
 def test_every_peer_has_its_rule():

@@ -24,7 +24,7 @@ RULES: dict[str, tuple[int, int | str, str, str]] = {  # stage, schedule, recipe
     "fsdp2-no-reshard": (3, "shard-grad-op", "fsdp2-mixed", ROWS),
     "deepspeed-1": (1, 1, "adamw-mixed", "a flat buffer, padded to a multiple of 2N"),
     "deepspeed-2": (2, 2, "adamw-mixed", "a flat buffer, padded to a multiple of 2N"),
-    "deepspeed-3": (3, 3, "adamw-mixed", "each parameter flat, the small ones whole"),
+    "deepspeed-3": (3, 3, "adamw-mixed", "each parameter flat, padded to a multiple of N"),
 }  # fmt: skip
 _KINDS = ("parameters", "gradients", "optimizer_states")
 

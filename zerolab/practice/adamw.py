@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.adamw import adamw as _torch_adamw
 
 from zerolab.practice.meter import label
 
@@ -87,21 +86,20 @@ class AdamW:
     def _fused(self, tensors: list[Tensor], scale: float) -> None:
         master, grad, momentum, variance = ([t] for t in tensors)
         o = self.options
-        _torch_adamw(
+        torch._fused_adamw_(
             master,
             grad,
             momentum,
             variance,
             [],
-            [torch.tensor(float(self.steps))],  # the kernel adds 1 to it
-            fused=True,
-            grad_scale=torch.tensor(1 / scale),  # the kernel divides by it
-            found_inf=torch.tensor(0.0),
+            [torch.tensor(self.steps + 1.0)],
             amsgrad=False,
+            lr=o.lr,
             beta1=o.beta1,
             beta2=o.beta2,
-            lr=o.lr,
             weight_decay=o.weight_decay,
             eps=o.eps,
             maximize=False,
+            grad_scale=torch.tensor(1 / scale),  # the kernel divides by it
+            found_inf=torch.tensor(0.0),
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -29,7 +30,7 @@ from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.measure import STAGES, loopback_at_rest
-from zerolab.practice.meter import Meter
+from zerolab.practice.meter import Meter, label
 from zerolab.practice.peers import PEERS, Step, versions
 
 MODEL = GPTConfig(context=128, width=384, layers=6, heads=6)  # 10.7 million parameters
@@ -47,10 +48,14 @@ PAIRS = [  # stage, peer, precision
     (3, "deepspeed-3", "bf16"),
 ]
 
+Look = Callable[[], None]
+RaceStep = Callable[..., Tensor]
+"""Makes a step with tokens and targets; a third argument is called between backward and update."""
+
 
 @dataclass(frozen=True)
 class Timing:
-    """One engine on one rank: seconds of each round, and bytes of a step."""
+    """One engine on one rank: seconds of each round, and bytes."""
 
     precision: str
     wall_s: list[float]
@@ -58,6 +63,7 @@ class Timing:
     threads_s: list[float]  # CPU of all threads but the one that calls the engine: gloo's
     optimizer_s: list[float]  # CPU of AdamW's update
     loss: float
+    held_bytes: int  # what this rank holds between backward and the update, gradients included
     sent_bytes: int  # what this rank handed to others, as its ring algorithms would send it
     wire_bytes: int | None  # what the loopback carried, all ranks together
 
@@ -100,42 +106,48 @@ class Stopwatch:
 
 def _ours(
     config: GPTConfig, stage: int, precision: str, native: bool | None, watch: Stopwatch
-) -> Step:
+) -> RaceStep:
     model = GPT(config)
     options = ENGINE.get(stage, {})
     engine = STAGES[stage](model, Comm(native), recipe=RECIPES[precision], **options)
     for unit in engine.units:
         unit.adamw.update = watch.around(unit.adamw.update)
+    return _stepping(engine, model.loss)
 
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = model.loss(tokens, targets)
+
+def _stepping(engine: Any, loss_of: Step) -> RaceStep:
+    def step(tokens: Tensor, targets: Tensor, before_update: Look = lambda: None) -> Tensor:
+        loss = label(loss_of(tokens, targets), "temporary")
         engine.backward(loss)
+        before_update()
         engine.step()
         return loss.detach()
 
     return step
 
 
-def _alone(config: GPTConfig, precision: str) -> Step:
+def _alone(config: GPTConfig, precision: str) -> RaceStep:
     """Forward and backward and nothing else."""
     model = GPT(config).to(torch.bfloat16 if precision == "bf16" else torch.float32)
 
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = model.loss(tokens, targets)
+    def step(tokens: Tensor, targets: Tensor, before_update: Look = lambda: None) -> Tensor:
+        loss = label(model.loss(tokens, targets), "temporary")
         loss.backward()
+        before_update()
         model.zero_grad()
         return loss.detach()
 
     return step
 
 
-def _theirs(config: GPTConfig, peer: str) -> Step:
-    return PEERS[peer](GPT(config))
+def _theirs(config: GPTConfig, peer: str) -> RaceStep:
+    engine = PEERS[peer](GPT(config))
+    return _stepping(engine, engine.loss)
 
 
-def _makers(config: GPTConfig, watch: Stopwatch) -> dict[str, tuple[str, Callable[[], Step]]]:
+def _makers(config: GPTConfig, watch: Stopwatch) -> dict[str, tuple[str, Callable[[], RaceStep]]]:
     """By name, precision and maker of each engine of this machine's pairs, and those beside."""
-    makers: dict[str, tuple[str, Callable[[], Step]]] = {}
+    makers: dict[str, tuple[str, Callable[[], RaceStep]]] = {}
     for stage, peer, precision in PAIRS:
         if peer in PEERS:
             ours, alone = f"stage {stage} {precision}", f"alone {precision}"
@@ -153,8 +165,8 @@ def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
     watch = Stopwatch()
     rank, size = dist.get_rank(), dist.get_world_size()
     sequences = max(1, SEQUENCES // size)
-    steps: dict[str, Step] = {}
-    counted: dict[str, tuple[int, int | None]] = {}
+    steps: dict[str, RaceStep] = {}
+    counted: dict[str, tuple[int, int, int | None]] = {}
     makers = _makers(config, watch)
     for name, (_, make) in makers.items():
         steps[name] = make()
@@ -185,13 +197,21 @@ def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
     return timings
 
 
-def _count(step: Step, batch: Any) -> tuple[int, int | None]:
-    before = loopback_at_rest()
+def _count(step: RaceStep, batch: Sequence[Tensor]) -> tuple[int, int, int | None]:
+    """Bytes held, sent and on the wire, of two steps: the first shows the meter all that is held.
+
+    The batch and the loss are no part of what an engine holds; its own buffers are.
+    """
+    held: list[dict[str, int]] = []
     with Meter() as meter:
+        before = loopback_at_rest()
         step(*batch)
-    after = loopback_at_rest()
+        after, sent = loopback_at_rest(), meter.sent_bytes()["total"]
+        for tensor in batch:
+            label(tensor, "temporary")
+        step(*batch, lambda: held.append(meter.held()))
     wire = None if before is None or after is None else after - before
-    return meter.sent_bytes()["total"], wire
+    return held[0]["total"] - held[0]["temporary"], sent, wire
 
 
 def summary(
@@ -241,6 +261,7 @@ def summary(
             "cpu_s": round(total, 4),
             "cpu_parts_s": {part: round(seconds, 4) for part, seconds in parts.items()},
             "loss": round(timing.loss, 4),
+            "held_bytes_per_parameter": round(timing.held_bytes / params, 3),
             "sent_bytes_per_parameter": round(timing.sent_bytes / params, 3),
             "wire_bytes_per_parameter": timing.wire_bytes
             and round(timing.wire_bytes / ranks / params, 3),

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves
 
 from zerolab.practice import tiers
 from zerolab.practice.tiers import TIERS
@@ -91,6 +90,19 @@ def hear_resizes(meter: Meter) -> Iterator[None]:
         UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments, also in lists, tuples and dicts of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
 class Meter(TorchDispatchMode):
     """Counts while it is on: `with Meter() as meter: step(); meter.held()`.
 
@@ -127,19 +139,19 @@ class Meter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return func(*args, **(kwargs or {}))
+        tensors = tensors_in(args, *(kwargs or {}).values())
         name = func._schema.name
         moved = tiers.crossing(name, tensors, args)
         result = func(*args, **(kwargs or {}))
         if moved:
             self.crossed[moved[0]] += moved[1]
-        if func.namespace == "prim":  # a question about a tensor, such as its device
-            return result
         if func.namespace == "c10d":
             self._book(name.split("::")[1], args)
         elif func is _UPDATE and self.timeline and self.timeline[-1][0] != "update":
             self.mark("update")
-        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        results = tensors_in(result)
         for value in results:
             if value.untyped_storage()._cdata not in self._live:
                 tiers.inherit(tensors, value)
@@ -229,7 +241,7 @@ class Meter(TorchDispatchMode):
         if op not in _NATIVE:
             return
         collective, handed = _NATIVE[op]
-        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        tensors = tensors_in(args)
         largest = max((t.numel() * t.element_size() for t in tensors), default=0)
         total = sum(t.numel() * t.element_size() for t in tensors)
         bytes_sent = handed(largest, total, _group_size(args))
@@ -238,10 +250,15 @@ class Meter(TorchDispatchMode):
 
 def _group_size(args: Any) -> int:
     """How many ranks take part in a call of torch.distributed: not always all of them."""
-    for value in tree_leaves(args):
+    for value in args:
         if isinstance(value, ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value).size()
     return dist.get_world_size()
+
+
+def _of_each(largest: int, total: int, n: int) -> int:
+    """For lists of tensors: all of them, of each N parts and the one that this rank has or gets."""
+    return total * (n - 1) // (n + 1)
 
 
 # What one rank hands to others in a call of torch.distributed, from the largest tensor among the
@@ -253,6 +270,8 @@ _NATIVE: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
     "allreduce_coalesced_": ("all_reduce", lambda largest, total, n: 2 * total * (n - 1) // n),
     "_reduce_scatter_base_": ("reduce_scatter", lambda largest, total, n: largest * (n - 1) // n),
     "_allgather_base_": ("all_gather", lambda largest, total, n: largest * (n - 1) // n),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _of_each),
+    "allgather_into_tensor_coalesced_": ("all_gather", _of_each),
     "reduce_scatter_": ("reduce_scatter", lambda largest, total, n: largest * (n - 1)),
     "allgather_": ("all_gather", lambda largest, total, n: largest * (n - 1)),
     "alltoall_base_": ("all_to_all", lambda largest, total, n: largest * (n - 1) // n),

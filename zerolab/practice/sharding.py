@@ -35,21 +35,18 @@ def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
 
 def flatten(tensors: Iterable[Tensor], length: int, dtype: torch.dtype) -> Tensor:
     """Copies the tensors end to end into one new flat buffer; the rest of it is zero."""
+    sources = list(tensors)
     flat = torch.zeros(length, dtype=dtype)
-    at = 0
-    for tensor in tensors:
-        flat[at : at + tensor.numel()].copy_(tensor.reshape(-1))
-        at += tensor.numel()
+    for part, tensor in zip(views(flat, [t.shape for t in sources]), sources, strict=True):
+        part.copy_(tensor)
     return flat
 
 
 def views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """The tensors of the given shapes that lie end to end in a flat buffer; nothing is copied."""
-    found, at = [], 0
-    for shape in shapes:
-        found.append(flat[at : at + shape.numel()].view(shape))
-        at += shape.numel()
-    return found
+    sizes = [shape.numel() for shape in shapes]
+    parts = flat.split([*sizes, flat.numel() - sum(sizes)])  # the last is padding
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
 
 def shard_of(flat: Tensor, world_size: int, rank: int) -> Tensor:
