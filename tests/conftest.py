@@ -21,9 +21,11 @@ settings.load_profile("zerolab")
 # Each fresh rank that meets FSDP would spend a second on these; the notebooks' ranks still do.
 launch.PRELOAD = (*launch.PRELOAD, "torch.distributed.fsdp", "torch._dynamo")
 
-# They take longest, so they begin first: else one worker would be left with them in the end. The
-# very first asks for the most memory, before the other workers' ranks hold theirs.
-FIRST = ["test_shared_host"]
+# They take longest, so they begin first: else one worker would be left with one of them in the end.
+# The very first asks for the most memory, before other workers' ranks hold theirs.
+LONGEST = ["test_shared_host", "test_grading_class", "test_lab", "test_stages", "test_identify"]
+LONGEST += ["test_nbgrader", "test_dry_run", "test_site", "test_train", "test_explorers"]
+LONGEST += ["test_portable", "test_checks_10", "test_offload", "test_hosts", "test_checkpoint"]
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +38,8 @@ def world_of():
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first, for `pytest -n 3 --dist loadfile --no-loadscope-reorder`."""
-    place = {name: number for number, name in enumerate(FIRST)}
+    """The longest files first, then the others; `make units` tells xdist to keep this order."""
+    place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
