@@ -29,8 +29,9 @@ types: $(VENV)/test.ready
 step: $(VENV)/test.ready
 	$(BIN)/python -m zerolab.course.derive --check
 
+# Three processes keep two cores busy, as many tests wait; tests/conftest.py has the order.
 units: $(VENV)/test.ready
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
 
 notebooks: $(VENV)/test.ready
 	$(BIN)/python -m pytest $(NBVAL) lessons solutions

@@ -1,5 +1,6 @@
-"""What all tests share: steady property tests, and figures without a display."""
+"""What all tests share: steady property tests, figures without a display, worlds, and an order."""
 
+import gc
 import os
 import sys
 from contextlib import ExitStack
@@ -9,23 +10,46 @@ import cloudpickle
 import pytest
 from hypothesis import settings
 
-from zerolab import World
+from zerolab.practice import launch
 
 os.environ.setdefault("MPLBACKEND", "agg")
+# Several processes test at once: one that waited for a second core would wait for another test.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline, as machines are shared; the same examples each time, so that red stays red.
 settings.register_profile("zerolab", deadline=None, derandomize=True)
 settings.load_profile("zerolab")
+# Each fresh rank that meets FSDP would spend a second on these; the notebooks' ranks still do.
+launch.PRELOAD = (*launch.PRELOAD, "torch.distributed.fsdp", "torch._dynamo")
+
+# They take longest, so they begin first: else one worker would be left with one of them in the end.
+# The very first asks for the most memory, before other workers' ranks hold theirs.
+LONGEST = ["test_shared_host", "test_grading_class", "test_lab", "test_dry_run", "test_stages"]
+LONGEST += ["test_nbgrader", "test_identify", "test_site", "test_explorers", "test_portable"]
+LONGEST += ["test_train", "test_checks_10", "test_offload", "test_hosts", "test_checkpoint"]
 
 
 @pytest.fixture(scope="session")
 def world_of():
     """Worlds that the tests share, by size: `world_of(4).run(function)`."""
+    from zerolab import World
+
     with ExitStack() as stack:
         yield lru_cache(lambda size: stack.enter_context(World(size, timeout=60)))
 
 
+def pytest_collection_modifyitems(items):
+    """The longest files first, then the others; `make units` tells xdist to keep this order."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 def pytest_collection_finish():
-    """Functions of tests reach ranks by value, as a cell's do: no rank need import pytest."""
+    """Functions of tests reach ranks by value, as a cell's do: no rank need import pytest.
+
+    And what was imported so far stays: checks collect garbage, and need not look through it all.
+    """
+    gc.collect()
+    gc.freeze()
     for name, module in list(sys.modules.items()):
         if name.startswith("test_"):
             cloudpickle.register_pickle_by_value(module)

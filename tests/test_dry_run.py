@@ -46,7 +46,7 @@ def test_every_dense_model_of_the_catalog_can_be_built():
 
 @SMALL
 @STAGES
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_one_booking_counts_what_n_minus_1_sends_count(monkeypatch, small, stage, ranks):
     job = small_job(small, ranks, stage=stage, rank=ranks - 1, micro_batches=2)
     booked = dry_count(job)
@@ -97,7 +97,7 @@ def test_a_dry_run_of_fully_shard_counts_what_real_ranks_count(world_of, small, 
         assert dry.sent == real[1]
 
 
-@pytest.mark.parametrize("ranks", [8, 64, 1024])
+@pytest.mark.parametrize("ranks", [8, 1024])
 @pytest.mark.parametrize("model", ["llama2-7b", "llama2-70b", "gpt3-175b"])
 def test_counted_is_derived_for_models_that_no_laptop_holds(model, ranks):
     compared = dry_measure(model, ranks, stage=3)

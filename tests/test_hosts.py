@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import json
 import os
 import shutil
@@ -18,10 +19,11 @@ TRAIN = ["-m", "zerolab", "train", "--stage", "3", "--steps", "4", "--every", "2
 LIMIT_S = 120  # decides nothing: a test that needs it has failed
 
 
-@pytest.fixture
-def on_own_ranks(capsys):
-    assert main([*TRAIN[2:], "--ranks", "2"]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def on_own_ranks():
+    with contextlib.redirect_stdout(io.StringIO()) as printed_here:
+        assert main([*TRAIN[2:], "--ranks", "2"]) == 0
+    return json.loads(printed_here.getvalue())
 
 
 @pytest.fixture

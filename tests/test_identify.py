@@ -326,3 +326,28 @@ def test_a_file_that_does_not_do_gets_one_sentence(
 
 def test_every_name_but_none_can_come_out():
     assert len(set(NAMES)) == 8
+
+
+def frozen_at_each_collection():
+    """How many objects a collection of garbage passes over, for each one that observe makes."""
+    import gc
+
+    from zerolab.practice.observe import observe
+
+    collect, frozen = gc.collect, []
+
+    def counted():
+        frozen.append(gc.get_freeze_count())
+        return collect()
+
+    gc.collect = counted
+    try:
+        observe(Stage2)
+    finally:
+        gc.collect = collect
+    return frozen
+
+
+def test_each_look_for_garbage_but_the_first_passes_over_what_was_there_before(world_of):
+    for _, *looks in world_of(2).run(frozen_at_each_collection):
+        assert len(looks) > 10 and min(looks) > 100_000

@@ -127,22 +127,23 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
     elif isinstance(make, tuple):
         make = load(*make)
     comm, model = Comm(), GPT(config)
-    with quick_looks(), Witness() as meter, hear_resizes(meter):
-        engine = _made(make, model, comm)
-        train = _Training(engine, model, comm, meter)
+    with quick_looks():
+        with Witness() as meter, hear_resizes(meter):
+            engine = _made(make, model, comm)
+            train = _Training(engine, model, comm, meter)
+            train.step(1)
+            train.step(1)  # DDP regroups its buckets after a first step
+            early = train.fingerprint()
+            held, kept = train.step(1), train.kept
+            peak, sent, elements = meter.peak, meter.sent_bytes(), dict(meter.elements)
+            late = train.fingerprint()
+            elements_of_2 = None
+            if train.by_phases:
+                train.step(2)
+                elements_of_2 = dict(meter.elements)
+        start = loopback_at_rest()
         train.step(1)
-        train.step(1)  # DDP regroups its buckets after a first step
-        early = train.fingerprint()
-        held, kept = train.step(1), train.kept
-        peak, sent, elements = meter.peak, meter.sent_bytes(), dict(meter.elements)
-        late = train.fingerprint()
-        elements_of_2 = None
-        if train.by_phases:
-            train.step(2)
-            elements_of_2 = dict(meter.elements)
-    start = loopback_at_rest()
-    train.step(1)
-    end = loopback_at_rest()
+        end = loopback_at_rest()
     return Seen(
         params=num_parameters(GPT(config)),
         element=train.element,
