@@ -100,6 +100,31 @@ def test_two_runs_agree_and_two_learners_answers_are_not_exchangeable(tmp_path, 
     assert [one["points"] for one in first[1]] == [1.0, 0.0]
 
 
+SHORT_CUTS = {
+    "imports": "from zerolab.practice.stage1 import Stage1",
+    "finds by name": "import importlib\n    importlib.import_module('zerolab.practice.stage1')",
+    "by way of another": "from zerolab.practice.measure import STAGES",
+    "as an attribute": "import zerolab.practice\n    zerolab.practice.stage1",
+}
+
+
+def test_the_package_s_own_stage_is_out_of_reach_on_graded_ranks(tmp_path, capsys):
+    lesson = next((ROOT / "lessons").glob("05_*.ipynb"))
+    for name, line in SHORT_CUTS.items():
+        nb = json.loads(lesson.read_text())
+        for cell in nb["cells"]:
+            if cell["id"] == "ex-05-4":
+                cell["source"] = f"def stage1_step(own, comm):\n    {line}\n    raise LookupError"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / lesson.name).write_text(json.dumps(nb))
+    for one in grade(capsys, tmp_path)[1]:
+        said = next(r["reason"] for r in one["exercises"] if r["id"] == "05.4")
+        if one["student"] == "as an attribute":
+            assert "AttributeError" in said
+        else:
+            assert "cannot be used in a graded answer: write it yourself" in said
+
+
 def test_the_json_has_what_a_gradebook_reads(tmp_path, capsys):
     (tmp_path / "ada").mkdir()
     shutil.copy(next((ROOT / "lessons").glob("02_*.ipynb")), tmp_path / "ada")
