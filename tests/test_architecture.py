@@ -69,7 +69,7 @@ LINE_BUDGETS = {
     "widgets": ([p for p in FILES if p.parent.name == "widgets"], 650),
     # strangers' notebooks: a sandbox, values read without trust, which cells run, and a class; 250
     # lines are limits that attacks asked for
-    "grading": ([p for p in FILES if p.parent.name == "grading"], 2580),
+    "grading": ([p for p in FILES if p.parent.name == "grading"], 2600),
     # every exercise has one, with its near misses: about seventy exercises; the last two hundred
     # lines name what attackers found unnamed, refuse values that only pose as numbers and results
     # prepared beforehand, and try more of the exercises on three ranks as well

@@ -50,8 +50,8 @@ def exercise_cells():
         new_code_cell("1 / 0", id="boom", metadata={"tags": ["raises-exception"]}),
         new_code_cell("secret = 1", id="secret", metadata={"tags": ["solution-only"]}),
         new_code_cell(
-            # alone in its cell: when a child's line arrives beside the cell's own is chance
-            "import subprocess\nsubprocess.run(['echo', 'child']);",
+            # alone in its cell, and given time: a child's line takes a way of its own to the notebook
+            "import subprocess, time\nsubprocess.run(['echo', 'child'])\ntime.sleep(1)",
             id="run",
         ),
     ]

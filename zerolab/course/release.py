@@ -19,6 +19,7 @@ WITHHELD = re.compile(r"zerolab/course/(pretend\w*|nbgrader_course)\.py$")
 # Of the Makefile, the paragraphs that begin with one of these; of the README, all but these parts.
 RULES = ("PYTHON ?=", "VENV :=", "lab:", "clean:", "$(VENV)/lab.ready", "# Makes", "# A ready file")
 NOT_FOR_LEARNERS = ("Teach with it", "How it is built")
+INSTRUCTORS = ("| `zerolab release", "| `zerolab grade")  # their rows in the table of commands
 ABSENT = re.compile(r"solutions/|tests/|docs/|CONTRIBUTING|make (test|site|lessons)\b")
 NO_CLONE = (
     "There is no clone of the course {where}: call zerolab release inside a clone, which has "
@@ -114,7 +115,7 @@ def readme_for_learners(text: str) -> str:
     sections = [s for s in sections if not s.startswith(tuple(f"## {n}" for n in NOT_FOR_LEARNERS))]
     lines = []
     for line in "".join([first, *sections]).split("\n"):
-        if line.startswith("make ") and ABSENT.search(line):
+        if (line.startswith("make ") and ABSENT.search(line)) or line.startswith(INSTRUCTORS):
             continue
         sentences = re.split(r"(?<=[.:]) (?=[A-Z`(])", line)
         lines.append(" ".join(s for s in sentences if not ABSENT.search(s)))
