@@ -50,7 +50,7 @@ def exercise_cells():
         new_code_cell("1 / 0", id="boom", metadata={"tags": ["raises-exception"]}),
         new_code_cell("secret = 1", id="secret", metadata={"tags": ["solution-only"]}),
         new_code_cell(
-            # alone in its cell, and given time: a child's line takes a way of its own to the notebook
+            # alone in its cell, and given time: a child's line takes its own way to the notebook
             "import subprocess, time\nsubprocess.run(['echo', 'child'])\ntime.sleep(1)",
             id="run",
         ),
