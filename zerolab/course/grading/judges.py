@@ -18,6 +18,7 @@ from typing import Any
 from zerolab.course.grading import channel
 from zerolab.course.grading.judging import Clock
 from zerolab.course.grading.notebook import Graded, Result, nothing, result
+from zerolab.course.grading.sandbox import own_environment
 from zerolab.course.grading.submission import Lesson
 
 MOST_JUDGES = 4  # processes that one notebook may cost before the rest of it is given up
@@ -82,11 +83,10 @@ class Worker:
         if self._process is not None:
             return
         command = [sys.executable, "-m", "zerolab.course.grading.worker"]
-        places = os.pathsep.join(p for p in sys.path if p)
         try:
             self._scratch = tempfile.mkdtemp(prefix="zerolab-grade-")
-            environment = {**os.environ, "PYTHONPATH": places, "ZEROLAB_PROGRESS": "off",
-                           "TMPDIR": self._scratch}  # fmt: skip
+            own = {"ZEROLAB_PROGRESS": "off", "TMPDIR": self._scratch}
+            environment = {**own_environment(), **own}
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
                 start_new_session=True,

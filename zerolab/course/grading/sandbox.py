@@ -109,8 +109,12 @@ def _spec(root: str, limits: Limits, command: list[str], more: dict[str, str]) -
 def _launch(spec: dict[str, Any], **streams: Any) -> subprocess.Popen[bytes]:
     """In namespaces; `streams` as subprocess takes them."""
     command = [sys.executable, "-m", "zerolab.course.grading.box", json.dumps(spec)]
-    paths = os.pathsep.join(p for p in sys.path if p)
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, **streams)
+    return subprocess.Popen(command, env=own_environment(), **streams)
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment, for a program of the package's own that finds what this finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 @functools.cache
@@ -206,23 +210,26 @@ class Box:
 
     def processes(self) -> int:
         """How many there are in it now."""
-        with contextlib.suppress(psutil.Error):
-            return len(psutil.Process(self._process.pid).children(recursive=True))
-        return 0
+        return len(self._inside())
+
+    def _inside(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.Error:
+            return []
 
     def _watch(self) -> None:
         """Kills what grows beyond its limits; namespaces and rlimits alone leave room between."""
         while self._process.poll() is None:
             if self._over.wait(WATCH_S):
                 return
-            with contextlib.suppress(psutil.Error):
-                inside = psutil.Process(self._process.pid).children(recursive=True)
-                self.cpu_s = max(self.cpu_s, sum(map(_cpu_s, inside)))
-                if len(inside) > self.limits.processes:
-                    self._kill_for(f"it had more than {self.limits.processes} processes")
-                elif (used := sum(map(_memory, inside))) > self.limits.memory_bytes:
-                    most = self.limits.memory_bytes / 2**30
-                    self._kill_for(f"it used {used / 2**30:.1f} GiB of memory, at most {most:.1f}")
+            inside = self._inside()
+            self.cpu_s = max(self.cpu_s, sum(map(_cpu_s, inside)))
+            if len(inside) > self.limits.processes:
+                self._kill_for(f"it had more than {self.limits.processes} processes")
+            elif (used := sum(map(_memory, inside))) > self.limits.memory_bytes:
+                most = self.limits.memory_bytes / 2**30
+                self._kill_for(f"it used {used / 2**30:.1f} GiB of memory, at most {most:.1f}")
         self._over.set()
 
     def _kill_for(self, why: str) -> None:
@@ -230,9 +237,7 @@ class Box:
         self._kill()
 
     def _kill(self) -> None:
-        inside: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            inside = psutil.Process(self._process.pid).children(recursive=True)
+        inside = self._inside()
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for process in inside:

@@ -271,20 +271,20 @@ def _lean(steps: list[Run | Judge]) -> Iterable[Run | Judge]:
     return reversed(kept)
 
 
+# What is no Python or too deep; what parses may still be none (two parameters of one name).
+_NO_PROGRAM = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
 def _statements(source: str) -> list[ast.stmt]:
     """The statements of a cell; of one with magics or errors, what its plain lines are."""
     try:
         return ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        plain = [line for line in source.split("\n") if not line.startswith(("%", "!"))]
+    except _NO_PROGRAM:
+        lines = [line for line in source.split("\n") if not line.startswith(("%", "!"))]
     try:
-        return ast.parse("\n".join(plain)).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.parse("\n".join(lines)).body
+    except _NO_PROGRAM:
         return []
-
-
-# What parses may still be no program (two parameters of one name), or be too deep.
-_NO_TABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def _table(node: ast.AST) -> symtable.SymbolTable:
@@ -296,7 +296,7 @@ def _used(node: ast.AST) -> set[str]:
     names: set[str] = set()
     try:
         tables = [_table(node)]
-    except _NO_TABLE:
+    except _NO_PROGRAM:
         return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     while tables:
         table = tables.pop()
@@ -312,7 +312,7 @@ def _made(statement: ast.stmt) -> set[str]:
     """The notebook's variables that it binds, or whose objects it writes into."""
     try:
         symbols = _table(statement).get_symbols()
-    except _NO_TABLE:
+    except _NO_PROGRAM:
         return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
     names = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
     if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
