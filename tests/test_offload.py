@@ -372,6 +372,39 @@ def test_a_reader_slower_than_the_step_is_waited_for(world_of):
     assert slow[1] > 4 * 0.05  # four units in each of two steps, some of it beside the updates
 
 
+def changed_between_backward_and_update(where):
+    """The weights after a step before which one unit's states were doubled; bytes read until then.
+
+    With states on disk the first two units have been read when backward is done.
+    """
+    from zerolab.practice import data
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.gpt import GPT
+    from zerolab.practice.measure import digest
+    from zerolab.practice.offload import Offloaded
+
+    comm, model = Comm(), GPT()
+    engine = Offloaded(2, model, comm, offload=Offload(where))
+    engine.backward(model.loss(*data.batch(0, comm.rank, comm.world_size)))
+    read = 0
+    for file in engine.files:
+        engine.states.disk.submit(int).result()  # after what is on its way
+        read = file.read_bytes - sum(-(-size // 4096) * 4096 for size in file.sizes[:2])
+    with engine.opened(engine.units[1]):
+        engine.units[1].adamw.master.mul_(2)
+    engine.step()
+    digests = [digest(unit.adamw.master) for unit in engine.units]
+    engine.close()
+    return digests, read
+
+
+def test_two_units_are_read_in_backward_and_once_more_if_they_change_after_it(world_of):
+    on_disk, in_memory = (
+        world_of(2).run(changed_between_backward_and_update, where)[0] for where in ("disk", "cpu")
+    )
+    assert on_disk == in_memory == (in_memory[0], 0)
+
+
 def test_the_files_go_when_the_world_closes():
     with World(2) as world:
         with pytest.raises(RankError):

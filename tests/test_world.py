@@ -1,9 +1,11 @@
 """A World's ranks: they answer in order, fail with their own words, come back, leave nothing."""
 
 import contextlib
+import ctypes
 import gc
 import glob
 import linecache
+import mmap
 import os
 import shutil
 import signal
@@ -838,3 +840,22 @@ def test_a_notebook_runs_cells_on_ranks_and_shows_only_the_ranks_own_frames():
     assert shown(7) == ["ValueError: %%ranks takes numbers from 0 to 2, as in %%ranks 0, not '0 9'"]
     assert len(shown(8)) == 1
     assert shown(9) == "[[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]"
+
+
+def faults_of_coming_and_going():
+    """Pages that the system hands to this rank in 20 rounds of three buffers of 12 MB."""
+    import resource
+
+    import torch
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        kept = [torch.ones(3_000_000) for _ in range(3)]
+        del kept
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
+def test_memory_that_comes_and_goes_in_every_step_stays_with_the_rank(world):
+    one_round = 3 * 12_000_000 / mmap.PAGESIZE
+    assert all(faults < 5 * one_round for faults in world.run(faults_of_coming_and_going))

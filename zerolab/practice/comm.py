@@ -148,9 +148,12 @@ def sum_in_rank_order(parts: list[Tensor], out: Tensor | None = None) -> Tensor:
 
     Returns a new tensor, or `out`, rounded once to its dtype; `out` may be one of the parts.
     """
-    if out is not None and len(parts) == 2 and out.dtype == parts[0].dtype:
-        return torch.add(*parts, out=out)  # one sum is made in fp32 and rounded once, too
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    *before, last = parts
+    wide = torch.promote_types(last.dtype, torch.float32)
+    two = len(before) == 1
+    if before and out is not None and out.dtype == last.dtype and (two or last.dtype == wide):
+        total = before[0] if two else sum_in_rank_order(before)
+        return torch.add(total, last, out=out)  # made in fp32 and rounded once, and no copy after
     total = label(parts[0].to(wide, copy=True), "temporary")
     for part in parts[1:]:
         total.add_(part)  # not torch.sum over a stack: its bits depend on how it is sliced

@@ -188,6 +188,8 @@ class Offloaded:
     def backward(self, loss: Tensor) -> None:
         """As the stage's own; with "stream" each unit's sums go down at once."""
         with self._whole_or_broken():
+            if self.offload.schedule != "delayed":  # whose update may still be at work
+                self.states.begin(self._trainable())
             if self.stage == 3:
                 with self.gathering.for_backward():
                     loss.backward()
@@ -204,7 +206,7 @@ class Offloaded:
         "delayed": what the last step began comes up now, and this step's update begins; it goes
         on below while the device computes the next gradients with parameters that lack it.
         """
-        trainable = [unit for unit in self.units if unit.trainable]
+        trainable = self._trainable()
         if self.stage == 1:
             for unit in trainable:
                 unit.grad_shard = shard_of(unit.grads(), self.comm.world_size, self.comm.rank)
@@ -216,9 +218,14 @@ class Offloaded:
                 grads = [self._bring_down(unit) for unit in trainable]
                 self._late = self._cpu.submit(self._update_all, trainable, grads, scale)
                 return
+            updated: Unit | None = None
             for unit, adamw in self.states.each(trainable):
+                if updated:  # its states are on their way to the disk by now
+                    self._bring_up(updated)
                 self._update(unit, adamw, self._bring_down(unit), scale)
-                self._bring_up(unit)
+                updated = unit
+            if updated:
+                self._bring_up(updated)
             self.params.commit()
 
     def finish(self) -> None:
@@ -257,13 +264,15 @@ class Offloaded:
         below = self.offload.parameters != "device"
         return self.params.fetch(unit.param_shard) if below else unit.param_shard
 
+    def _trainable(self) -> list[Unit]:
+        return [unit for unit in self.units if unit.trainable]
+
     def _land(self) -> None:
         if self._late:
             self._late.result()
             self._late = None
-            for unit in self.units:
-                if unit.trainable:
-                    self._bring_up(unit)
+            for unit in self._trainable():
+                self._bring_up(unit)
             self.params.commit()
 
     def _bring_down(self, unit: Unit) -> Tensor:

@@ -317,6 +317,7 @@ def main(setup: Setup, pipes: Pipes) -> NoReturn:
     import torch
 
     gc.freeze()
+    system.keep_freed_memory()
     torch.set_num_threads(setup.threads)
     torch.manual_seed(setup.rank)
     toy.here = setup.toy

@@ -75,18 +75,23 @@ def median_s(action: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 @torch.no_grad()
-def measure_rates(folder: str | None = None, rounds: int = ROUNDS) -> Rates:
-    """Measures this rank's rates (call it on all ranks)."""
-    comm, size = Comm(), 12 * ELEMENTS
+def measure_rates(
+    folder: str | None = None, rounds: int = ROUNDS, record_bytes: int = 12 * ELEMENTS
+) -> Rates:
+    """Measures this rank's rates (call it on all ranks).
+
+    A disk's depend on how much is read or written at a time: records of `record_bytes`.
+    """
+    comm, size = Comm(), record_bytes
     one, other = (torch.ones(ELEMENTS, dtype=torch.bfloat16) for _ in range(2))
     shard, full = torch.ones(ELEMENTS), torch.ones(ELEMENTS * comm.world_size)
     adamw, wide = AdamW(torch.ones(ELEMENTS)), torch.ones(ELEMENTS)
     file = open_file(folder, "measured rates", [size] * 4)
-    buffer = Buffer(size)
+    buffers = Buffer(size), Buffer(size)  # as in a step; one alone would stay in the caches
 
     def each(action: Callable[[int, Buffer], None]) -> None:
         for index in range(4):
-            action(index, buffer)
+            action(index, buffers[index % 2])
 
     def update() -> None:
         adamw.update(wide.copy_(one), 1.0)
@@ -97,7 +102,7 @@ def measure_rates(folder: str | None = None, rounds: int = ROUNDS) -> Rates:
         "write": lambda: each(file.write),
         "flush": file.commit,
         "read": lambda: each(file.read),
-        "checksum": lambda: file.check(0, buffer),
+        "checksum": lambda: file.check(0, buffers[0]),
         "send": lambda: comm.all_gather(full, shard),
         "copy": lambda: other.copy_(one),
         "update": update,
@@ -163,9 +168,9 @@ def time_schedules(job: Job, offloads: list[Offload], rounds: int = ROUNDS) -> T
     device: list[float] = []
     step: dict[str, list[float]] = {name: [] for name in engines}
     update: dict[str, list[float]] = {name: [] for name in engines}
-    rates = []
+    rates, shards = [], [unit.padded // comm.world_size for unit in plain.units]
     for _ in range(rounds):
-        rates.append(measure_rates(offloads[0].folder, 1))
+        rates.append(measure_rates(offloads[0].folder, 1, 12 * max(shards)))
         for name, engine in {"": plain, **engines}.items():
             for at in range(STEPS):
                 batches = data.batch(at, comm.rank, comm.world_size)
@@ -193,6 +198,6 @@ def time_schedules(job: Job, offloads: list[Offload], rounds: int = ROUNDS) -> T
         device_s=statistics.median(device),
         step_s={name: statistics.median(taken) for name, taken in step.items()},
         update_s={name: statistics.median(taken) for name, taken in update.items()},
-        shards=[unit.padded // comm.world_size for unit in plain.units],
+        shards=shards,
         rates=average(rates),
     )

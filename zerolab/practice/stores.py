@@ -109,8 +109,11 @@ class StatesInMemory:
         """The unit's states, where they are."""
         return unit.adamw
 
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Says that `each` of these units will be asked for."""
+
     def each(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, AdamW]]:
-        """Every unit with its states."""
+        """Every unit with its states, of which nobody keeps the one before."""
         for unit in units:
             yield unit, unit.adamw
 
@@ -125,6 +128,7 @@ class StatesOnDisk(StatesInMemory):
     """Optimizer states in a file, of which two units are in memory at a time.
 
     While one buffer is updated, a thread writes the other's unit back and reads the next into it.
+    The first two are read in backward (`begin`), as the device does not need this rank's disk.
     `waited_s` is how long updates have waited for the disk so far.
     """
 
@@ -133,11 +137,14 @@ class StatesOnDisk(StatesInMemory):
         self.index = {unit: index for index, unit in enumerate(units)}
         self.buffers = [Buffer(max(file.sizes, default=0)) for _ in range(2)]
         self.disk = ThreadPoolExecutor(1, "zerolab-disk")
+        self.reads: list[Future[None]] = []
         self.waited_s = 0.0
-        self.close = weakref.finalize(self, file.close)  # type: ignore[method-assign]
+        self.close = weakref.finalize(self, _end, self.disk, file)  # type: ignore[method-assign]
 
     def take(self, unit: Unit) -> None:
         """Writes the states that a unit has in memory to the file, and lets go of them."""
+        wait(self.reads)
+        self.reads.clear()  # they took a buffer, and perhaps what is replaced here
         index, adamw, buffer = self.index[unit], unit.adamw, self.buffers[0]
         stand_in = AdamWInFile(self.file, index, adamw.options, adamw.steps)
         there = stand_in.over(buffer)
@@ -151,15 +158,26 @@ class StatesOnDisk(StatesInMemory):
         """A copy of a unit's states, in memory until `take` writes it back."""
         return unit.adamw.read()  # type: ignore[attr-defined]
 
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Begins to read the first two."""
+        if not self.reads:
+            self._read(self._turns(units)[:2])
+
+    def _turns(self, units: Sequence[Unit]) -> list[tuple[int, Buffer]]:
+        return [(self.index[unit], self.buffers[turn % 2]) for turn, unit in enumerate(units)]
+
+    def _read(self, turns: list[tuple[int, Buffer]]) -> None:
+        self.reads += [self.disk.submit(self.file.read, *turn) for turn in turns]
+
     def each(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, AdamW]]:
         """Every unit with its states, which are written back when the caller asks for the next."""
-        turns = [(self.index[u], self.buffers[turn % 2]) for turn, u in enumerate(units)]
-        reads = [self.disk.submit(self.file.read, *turn) for turn in turns[:2]]
+        self.begin(units)
+        turns = self._turns(units)
         writes: list[Future[None]] = []
         try:
             for number, unit in enumerate(units):
                 began = time.perf_counter()
-                reads[number].result()
+                self.reads[number].result()
                 self.waited_s += time.perf_counter() - began
                 index, buffer = turns[number]
                 self.file.check(index, buffer)
@@ -168,17 +186,22 @@ class StatesOnDisk(StatesInMemory):
                 unit.adamw.steps = adamw.steps
                 self.file.sign(index, buffer)
                 writes.append(self.disk.submit(self.file.write, index, buffer))
-                for following in turns[number + 2 : number + 3]:
-                    reads.append(self.disk.submit(self.file.read, *following))
+                self._read(turns[number + 2 : number + 3])
             for write in writes:
                 write.result()
             self.commit()
         finally:
-            wait([*reads, *writes])  # nobody moves a buffer's bytes once this is left
+            wait([*self.reads, *writes])  # nobody moves a buffer's bytes once this is left
+            self.reads.clear()
 
     def commit(self) -> None:
         """From here on the file holds what was written since the last time."""
         self.file.commit()
+
+
+def _end(disk: ThreadPoolExecutor, file: StateFile) -> None:
+    disk.shutdown()  # a read may still be on its way
+    file.close()
 
 
 class ParamsInMemory:
