@@ -14,7 +14,7 @@ from zerolab.course.partition import even_shards, greedy_shards, row_shards
 from zerolab.theory import offload as off
 from zerolab.theory.catalog import MODELS, model
 from zerolab.theory.memory import RECIPES, derive_limit, held_bytes, padding
-from zerolab.theory.notation import A, N_d, Psi, S, W
+from zerolab.theory.notation import A, G, N_d, Psi, S, W
 from zerolab.theory.plan import plan
 from zerolab.theory.precision import BF16
 from zerolab.theory.residual import activation_bytes, fused_buffer, gathered_bytes
@@ -105,7 +105,7 @@ EXCLUDED = (
     ("ZeRO-Offload table 4, seconds of Adam", "measured; its 10B row is the planner's speed"),
     ("ZeRO table 2, rows MP=2 to 16", "the rounded first row, times MP"),
     ("ZeRO §6.1, 6.2B are 82 % of 7.6B", "a measurement over a printed figure"),
-    ("cases B8, E4, F1", "arithmetic on their inputs alone, which nothing of ours computes"),
+    ("cases B8, E4", "arithmetic on their inputs alone, which nothing of ours computes"),
     ("cases without a figure", "explanations of behaviour, for lessons and checks"),
 )
 
@@ -236,6 +236,8 @@ def _cases() -> list[Oracle]:
         Oracle("case B5", "GB; ms at 300, at 235; GB/s seen", "8.75 29 37 21",
                (Q("8.75"), *(ring_time_s("all_gather", 10 * GB, 8, bw * GB, 0) * 1000
                              for bw in (300, 235)), Q("8.75") / Q("0.42"))),
+        Oracle("case B6", "M across hosts, 16 ranks, 8 a host: hybrid, full", "0.125 2.8125",
+               tuple(HYBRID[how].subs({W: 16, G: 8}) for how in ("hybrid", "full"))),
         Oracle("case B7", "GB a step at N=2, N=4; s at 10 Gb/s", "4.5 6.75 5.4",
                (*(Q(sent_bytes(3, n, 1.5e9)["total"], GB) for n in (2, 4)), Q("6.75") * 8 / 10)),
         Oracle("case B12", "times, explained by volume", "1.5", (derive_ratio(3).result,)),
