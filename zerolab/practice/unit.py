@@ -202,7 +202,9 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     """The modules that a model wants as units: what its method `units()` returns.
 
     They hold all parameters between them, stand in the order in which they run, and each runs
-    once in a forward pass. TypeError for a model without that method.
+    once in a forward pass, on every rank: experts that ranks choose between are one module, or
+    a rank would gather one while its neighbour gathers another. TypeError for a model without
+    that method.
     """
     if not callable(getattr(model, "units", None)):
         raise TypeError(
