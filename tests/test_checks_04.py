@@ -34,6 +34,7 @@ def test_04_1_passes(answer):
     [
         ("193.7 GB", "GiB written as GB"),
         ("156 GB", "master copy"),
+        ("26 GB", "parameters alone"),
         ("52 GB", "AdamW's states are missing"),
         ("182 GB", "without the gradient"),
         ("234 GB", "gradients of 4 bytes"),
@@ -137,6 +138,9 @@ def test_04_3_passes(answer):
         (lambda w: states(w, variance=torch.zeros(1).expand(len(w))), "many times over"),
         (keeps_something, "Something else is still held"),
         (lambda w: states(w, gradients=torch.zeros_like(w)), "16 bits"),
+        (lambda w: states(w, parameters=w.half()), "fp16 has 2 bytes as well"),
+        (lambda w: states(w, variance=torch.zeros_like(w).half()), "running averages"),
+        (lambda w: states(w, gradients=None), "has its place all the same"),
         (lambda w: states(w, momentum=torch.zeros_like(w).bfloat16()), "running averages"),
         (lambda w: states(w, master=w.bfloat16()), "too small to change a 16-bit weight"),
         (lambda w: states(w, master=w.bfloat16().float()), "not their 16-bit rounding"),

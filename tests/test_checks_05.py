@@ -54,6 +54,11 @@ def inclusive(numel, world_size, rank):
     return start, stop - 1
 
 
+def with_length(numel, world_size, rank):
+    start, stop = own_slice(numel, world_size, rank)
+    return start, stop - start
+
+
 def overlapping(numel, world_size, rank):
     start, stop = own_slice(numel, world_size, rank)
     return start, min(stop + 1, numel)
@@ -67,13 +72,15 @@ def overlapping(numel, world_size, rank):
         (padding_owned, "that is padding"),
         (balanced, "multiples of 3"),
         (inclusive, "ends before its stop"),
+        (with_length, "give the end"),
+        (lambda n, w, r: own_slice(n, w, r - 1), "ranks count from 0"),
         (overlapping, "owned by two ranks"),
         (lambda n, w, r: (r * (n // w + 1), (r + 1) * (n // w + 1)), "that is padding"),
         (lambda n, w, r: (min(r * (n // w + 1), n), min((r + 1) * (n // w + 1), n)), "longer than"),
         (lambda n, w, r: (0, 10**15), "that is padding"),
         (lambda n, w, r: (r * -(-n // w), min((r + 1) * -(-n // w), n)), "beyond its stop"),
         (lambda n, w, r: (r * n / w, (r + 1) * n / w), "Return two ints"),
-        (lambda n, w, r: None, "Return two ints"),
+        (lambda n, w, r: None, "where a rank owns nothing"),
     ],
 )
 def test_05_2_near_misses_are_named(answer, words):
@@ -88,6 +95,11 @@ def own_states(weights, world_size, rank):
 
 def view(weights, world_size, rank):
     master = shard_of(weights, world_size, rank)
+    return master, torch.zeros_like(master), torch.zeros_like(master)
+
+
+def copied_by_float(weights, world_size, rank):
+    master = shard_of(weights, world_size, rank).float()  # fp32 already: the same view
     return master, torch.zeros_like(master), torch.zeros_like(master)
 
 
@@ -130,6 +142,7 @@ def moments_of_weights(weights, world_size, rank):
     ("answer", "words"),
     [
         (view, "keeps the whole tensor"),
+        (copied_by_float, ".float() makes none"),
         (whole, "plain data parallelism"),
         (shared_moments, "share their memory"),
         (shared_beside_another, "share their memory"),

@@ -32,6 +32,7 @@ def model_states(answer: Any) -> None:
     psi = 13e9
     slips = [
         Slip(12 * psi, "12 bytes a parameter: that is K alone, or all but the fp32 master copy."),
+        Slip(2 * psi, "That is the 16-bit parameters alone: four more pieces exist."),
         Slip(4 * psi, "That is parameters and gradients: AdamW's states are missing."),
         Slip(14 * psi, "That is K = 12 without the gradient, or without the parameter."),
         Slip(8 * psi, "Only 8 bytes a parameter: which of the five pieces did you leave out?"),
@@ -160,18 +161,21 @@ def _well_formed(states: Any, start: Tensor) -> None:
         piece = states[name]
         if not isinstance(piece, Tensor) or piece.shape != start.shape:
             shape = tuple(piece.shape) if isinstance(piece, Tensor) else type_of(piece)
-            raise Wrong(f"{name} is {shape}, not a tensor of shape {tuple(start.shape)}.")
+            why = "What no step has written yet has its place all the same: zeros."
+            raise Wrong(f"{name} is {shape}, not a tensor of shape {tuple(start.shape)}.", why)
         if piece.dtype != dtype:
             raise Wrong(
-                f"{name} is {piece.dtype}; in this recipe {words} are {dtype}.",
-                _why_dtype(name),
+                f"{name} is {piece.dtype}; this lesson keeps {words} in {dtype}.",
+                _why_dtype(name, piece.dtype),
             )
         expected = start if name in ("parameters", "master") else torch.zeros_like(start)
         if not torch.equal(piece.float(), expected.to(dtype).float()):
             raise Wrong(f"{name} does not have its starting values.", _why_values(name))
 
 
-def _why_dtype(name: str) -> str:
+def _why_dtype(name: str, dtype: torch.dtype) -> str:
+    if name in ("parameters", "gradients") and dtype == torch.float16:
+        return "fp16 has 2 bytes as well, and bf16 has the range of fp32: the course takes bf16."
     if name in ("parameters", "gradients"):
         return "The forward and backward pass work in 16 bits: that is what makes them cheap."
     if name == "master":

@@ -70,7 +70,8 @@ def _range(got: Any) -> tuple[int, int]:
     try:
         start, stop = (operator.index(x) for x in got)
     except (TypeError, ValueError):
-        raise Wrong(f"You returned {got!r}.", "Return two ints: (start, stop).") from None
+        words = "Return two ints: (start, stop), the same twice where a rank owns nothing."
+        raise Wrong(f"You returned {got!r}.", words) from None
     return start, stop
 
 
@@ -83,6 +84,10 @@ def _why_slice(
     right = [shard_range(numel, world_size, r) for r in range(world_size)]
     if slices == [(start, stop - 1) for start, stop in right]:
         return "Your stop is the last element itself: a Python range ends before its stop."
+    if slices == [(start, stop - start) for start, stop in right]:
+        return "Your second number is how many a rank owns: give the end, as a range has it."
+    if any(start < 0 for start, _ in slices):
+        return "No element lies before 0: ranks count from 0, and rank 0 owns the first ones."
     if any(start > stop for start, stop in slices):
         return "A start lies beyond its stop: a rank may own nothing, so clip both at numel."
     if max(stop for _, stop in slices) > numel:
@@ -126,7 +131,7 @@ def own_states(answer: Any) -> None:
         if held > 12 * length:
             raise Wrong(
                 f"Rank {rank} keeps {held:,} bytes alive; its states are {12 * length:,}.",
-                "A view keeps the whole tensor behind it alive. What you own must be a copy.",
+                "A view keeps the whole tensor behind it alive. Own a copy: .float() makes none.",
             )
 
 
