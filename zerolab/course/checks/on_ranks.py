@@ -24,10 +24,12 @@ def on_four_and_three(trial: Callable[[int], None]) -> None:
     try:
         trial(3)
     except Wrong as wrong:
+        why = "Is a 4 written out somewhere? The number of ranks is comm.world_size."
+        if "right up to rounding" in wrong.misconception:
+            why = "A division by 4 is exact in binary, and one by 3 is rounded."
         raise Wrong(
             f"All is right on four ranks. On three: {wrong.difference}",
-            "Is a 4 written out somewhere? The number of ranks is comm.world_size.\n"
-            f"{wrong.misconception}",
+            f"{why}\n{wrong.misconception}",
             points=wrong.points,
         ) from None
 
