@@ -22,7 +22,10 @@ from zerolab.course.checks.functions import plain
 from zerolab.course.checks.lesson07 import SHAPES
 from zerolab.course.grading.judging import Notebook
 from zerolab.course.grading.sandbox import Limits, trusted_only
+from zerolab.course.redundancy import redundant_bytes as copies
+from zerolab.practice import sharding
 from zerolab.practice.gpt import GPT
+from zerolab.practice.sharding import shard_range
 from zerolab.practice.tiers import down, put, up
 from zerolab.theory.derivation import Derivation
 from zerolab.theory.notation import N_d, Psi
@@ -400,6 +403,36 @@ def graded():
 def test_nor_where_grades_are_made(graded, number, answer, words):
     verdict = graded.verdict(number, answer)
     assert verdict == 0 and words in str(verdict), str(verdict)
+
+
+BORROWED = [
+    ("03.2", "lambda ranks: copies(ranks)"),
+    ("03.2", "copies"),
+    ("03.3", "lambda n, w, i: i // sharding.shard_numel(n, w) if i < n else None"),
+    ("03.3", "lambda n, w, i: i * w // sharding.padded_numel(n, w) if i < n else None"),
+    ("05.2", "lambda *given: shard_range(*given)"),
+    ("05.2", "lambda *given: sharding.shard_range(*given)"),
+]
+IMPORTS += """from zerolab.course.redundancy import redundant_bytes as copies
+from zerolab.practice import sharding
+from zerolab.practice.sharding import shard_range
+"""
+
+
+@pytest.mark.parametrize(("number", "answer"), BORROWED)
+def test_who_calls_the_package_s_own_function_is_told_to_write_it(number, answer):
+    expect(number, eval(answer), 0, "this is the package's own: write it yourself")
+    assert shard_range(10, 4, 1) == sharding.shard_range(10, 4, 1) == (3, 6)
+    assert copies([{"a": ("x", 8)}] * 2) == 8
+
+
+@pytest.mark.skipif(bool(trusted_only()), reason=f"no sandbox here: {trusted_only()}")
+@pytest.mark.parametrize(("number", "answer"), BORROWED)
+def test_and_where_grades_are_made(graded, number, answer):
+    verdict = graded.verdict(number, answer)
+    assert verdict == 0
+    assert "this is the package's own: write it yourself" in str(verdict)
+    graded.run("assert shard_range(10, 4, 1) == (3, 6)")
 
 
 def tame(holder, name):

@@ -72,12 +72,14 @@ class Notebook:
         self._left_s, self._fresh = LIMIT_S, True
         return judged(number, self._read(header, blobs), self.learner)
 
-    def call(self, function: int, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    def call(
+        self, function: int, args: Sequence[Any], named: dict[str, Any], withheld: Sequence[str]
+    ) -> Any:
         """What a learner's function returns; what it raises is raised."""
         writer = codec.Writer(_remote_number)
         request = {
             "do": "call", "function": function, "args": writer.write(list(args)),
-            "named": writer.write(named), "memory": None,
+            "named": writer.write(named), "memory": None, "withheld": list(withheld),
         }  # fmt: skip
         request["memory"] = writer.memory()
         began = self._cells.cpu_s
@@ -176,11 +178,17 @@ class Notebook:
 class RemoteFunction(Elsewhere):
     """A function of the learner's, in the notebook's sandbox."""
 
-    def __init__(self, notebook: Notebook, number: int, name: str) -> None:
+    def __init__(
+        self, notebook: Notebook, number: int, name: str, withheld: Sequence[str] = ()
+    ) -> None:
         self.notebook, self.number, self.__name__ = notebook, number, name
+        self.withheld = withheld
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.notebook.call(self.number, args, named)
+        return self.notebook.call(self.number, args, named, self.withheld)
+
+    def without(self, names: Sequence[str]) -> RemoteFunction:
+        return RemoteFunction(self.notebook, self.number, self.__name__, names)
 
     def run_on_ranks(self, *args: Any) -> list[Any]:
         return self.notebook.run_on_ranks(*args)
