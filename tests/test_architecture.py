@@ -72,8 +72,9 @@ LINE_BUDGETS = {
     "grading": ([p for p in FILES if p.parent.name == "grading"], 2600),
     # every exercise has one, with its near misses: about seventy exercises; the last two hundred
     # lines name what attackers found unnamed, refuse values that only pose as numbers and results
-    # prepared beforehand, and try more of the exercises on three ranks as well
-    "checks": ([p for p in FILES if p.parent.name == "checks"], 5520),
+    # prepared beforehand, and try more of the exercises on three ranks as well; 170 make what is
+    # right where no answer runs
+    "checks": ([p for p in FILES if p.parent.name == "checks"], 5690),
 }
 LONGEST_FILE = 400
 

@@ -296,6 +296,13 @@ def updates_twice(unit, below, comm):
     bring_up(unit, below, comm)
 
 
+def rounds_the_mean_of_three(unit, below, comm):
+    grads = down(unit.grad_shard / comm.world_size)
+    unit.grad_shard = None
+    below.update(grads, 1.0)
+    bring_up(unit, below, comm)
+
+
 def rounds_the_mean(unit, below, comm):
     grads = down(unit.grad_shard / 3)
     unit.grad_shard = None
@@ -321,7 +328,6 @@ def test_09_3_passes():
         (sums_again, 3, "One all-gather"),
         (forgets_n, 0, "N times too large"),
         (divides_twice, 0, "divided by N twice"),
-        (four_written_out, 0, "On three"),
         (forgets_up, 1, "bring the new ones up"),
         (forgets_gather, 1, "all-gather what came up"),
         (forgets_update, 0, "still zero"),
@@ -340,6 +346,13 @@ def test_09_3_passes():
 )
 def test_09_3_near_misses_are_named(answer, points, words):
     expect("09.3", answer, points, words)
+
+
+def test_09_3_what_is_exact_on_four_ranks_and_rounded_on_three_is_no_4_written_out():
+    words = ("All is right on four ranks. On three", "division by 4 is exact", "up to rounding")
+    verdict = expect("09.3", rounds_the_mean_of_three, 0, *words)
+    assert "written out" not in str(verdict)
+    expect("09.3", four_written_out, 0, "Is a 4 written out somewhere?")
 
 
 def two_rooms(units, read_s, update_s, write_s, ahead=2):

@@ -1,10 +1,13 @@
 """Answers that would pass by other means than being right, and right ones in unusual dress."""
 
+import inspect
 import itertools
 import math
 import os
 import signal
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -16,6 +19,14 @@ from test_checks_04 import expect
 from zerolab import check, given
 from zerolab.course.checks import EXERCISES
 from zerolab.course.checks.functions import plain
+from zerolab.course.checks.lesson07 import SHAPES
+from zerolab.course.grading.judging import Notebook
+from zerolab.course.grading.sandbox import Limits, trusted_only
+from zerolab.course.redundancy import redundant_bytes as copies
+from zerolab.practice import sharding
+from zerolab.practice.gpt import GPT
+from zerolab.practice.sharding import shard_range
+from zerolab.practice.tiers import down, put, up
 from zerolab.theory.derivation import Derivation
 from zerolab.theory.notation import N_d, Psi
 from zerolab.theory.traffic import derive_sent
@@ -247,6 +258,200 @@ def test_13_13_takes_a_number_of_numpy():
 def test_a_rank_that_is_killed_is_named():
     answer = lambda values, comm: os.kill(os.getpid(), signal.SIGABRT)  # noqa: E731
     expect("01.3", answer, 0, "was killed by SIGABRT")
+
+
+# ---- the right values are made where no answer runs
+
+
+class Early:
+    """A function that changes what a trial is made of as soon as it arrives on a rank."""
+
+    def __init__(self, change, function):
+        self.change, self.function = change, function
+
+    def __call__(self, *args):
+        raise AssertionError("only on ranks")
+
+    def __reduce__(self):
+        return changed, (self.change, self.function)
+
+
+def changed(change, function):
+    change()
+    return function
+
+
+def nothing_is_random():
+    torch.randn = lambda *size, **_: torch.zeros(*size)
+
+
+def nothing_is_learned():
+    loss = GPT.loss
+    GPT.loss = lambda model, *batch: 0 * loss(model, *batch)
+
+
+def its_own(values, comm):
+    return values
+
+
+def mean_for_all(values, comm):
+    torch.Tensor.mean = lambda *_, **__: torch.zeros(12)
+    return torch.zeros(12)
+
+
+def keep_nothing(state, world_size, rank):
+    return torch.zeros(-(-len(state) // world_size))
+
+
+def restore_what_was_added(shard, numel, comm):
+    return torch.arange(1.0, comm.world_size + 1).repeat_interleave(len(shard))[:numel]
+
+
+def restore_the_callers(shard, numel, comm):
+    return sys._getframe(1).f_locals["right"][:numel].clone()
+
+
+def decay_alone(own, comm):
+    own.adamw.update(own.grad_shard.zero_(), 1 / comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def send_nothing(unit, comm):
+    unit.grad_shard = torch.zeros_like(unit.full_grads[: len(unit.full_grads) // comm.world_size])
+    unit.full_grads = None
+
+
+def forward_of_zeros(x, shard, shape, comm):
+    return torch.zeros(len(x), shape[0])
+
+
+def backward_of_zeros(grad_y, x, shard, shape, comm):
+    return torch.zeros_like(x), torch.zeros_like(shard)
+
+
+def forward(x, shard, shape, comm):
+    return x @ restore(shard, shape[0] * shape[1], comm).view(shape).T
+
+
+def backward_of_the_callers(grad_y, x, shard, shape, comm):
+    held, layer = sys._getframe(1).f_locals, SHAPES.index(shape)
+    return grad_y @ held["weights"][layer], held["mine"][layer].clone()
+
+
+def step_without_gradients(unit, below, comm):
+    below.update(down(unit.grad_shard).zero_(), 1 / comm.world_size)
+    unit.grad_shard = None
+    unit.param_shard.copy_(up(below.master.bfloat16()))
+    comm.all_gather(unit.full_params, unit.param_shard)
+
+
+def step_of_the_callers(unit, below, comm):
+    held = sys._getframe(1).f_locals
+    theirs = held["mine"].units[held["theirs"].units.index(unit)]
+    down(unit.grad_shard), up(below.master.bfloat16())
+    unit.grad_shard = None
+    unit.full_params.copy_(theirs.full_params)
+    for state in ("master", "momentum", "variance"):
+        setattr(below, state, put(getattr(theirs.adamw, state).clone(), "cpu"))
+
+
+def factor_of_short_ones(grad_shard, numel, max_norm, comm):
+    torch.Tensor.norm = lambda *_, **__: torch.tensor(1e-9)
+    return 1.0
+
+
+IMPORTS = f"""import sys, torch
+from zerolab.practice.gpt import GPT
+from zerolab.practice.tiers import down, put, up
+SHAPES = {SHAPES}
+"""
+PATCHED = [
+    ("01.3", "mean_for_all", "Rank 0 has [0, 0, 0, …]; the mean is"),
+    ("01.3", "Early(nothing_is_random, its_own)", "the mean is"),
+    ("03.4", "(Early(nothing_is_random, keep_nothing), restore_what_was_added)",
+     "12 elements, rank 0: the elements are not the right ones"),
+    ("03.4", "(keep, restore_the_callers)", "KeyError: 'right'"),
+    ("05.4", "Early(nothing_is_learned, decay_alone)", "differ from one process in"),
+    ("06.2", "Early(nothing_is_learned, send_nothing)", "On rank 0, grad_shard of unit 0 differs"),
+    ("07.3", "(Early(nothing_is_random, forward_of_zeros), backward_of_zeros)",
+     "the output of the third layer is wrong"),
+    ("07.3", "(forward, backward_of_the_callers)", "KeyError: 'weights'"),
+    ("09.3", "Early(nothing_is_learned, step_without_gradients)", "They are still zero"),
+    ("09.3", "step_of_the_callers", "KeyError: 'mine'"),
+    ("13.13", "factor_of_short_ones", "rank 0 scales by 1; the factor is 0.03"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "answer", "words"), PATCHED)
+def test_no_answer_reaches_what_its_key_is_made_with(number, answer, words):
+    expect(number, eval(answer), 0, words)
+
+
+@pytest.fixture(scope="module")
+def graded():
+    """A notebook in a sandbox that has made all of these answers."""
+    own = Path(__file__).read_text(encoding="utf-8").partition("# ---- the right values")[2]
+    with Notebook("ada", Limits()) as notebook:
+        notebook.run(IMPORTS + inspect.getsource(keep) + inspect.getsource(restore))
+        notebook.run("#" + own.partition("IMPORTS =")[0])
+        yield notebook
+
+
+@pytest.mark.skipif(bool(trusted_only()), reason=f"no sandbox here: {trusted_only()}")
+@pytest.mark.parametrize(("number", "answer", "words"), PATCHED)
+def test_nor_where_grades_are_made(graded, number, answer, words):
+    verdict = graded.verdict(number, answer)
+    assert verdict == 0 and words in str(verdict), str(verdict)
+
+
+BORROWED = [
+    ("03.2", "lambda ranks: copies(ranks)"),
+    ("03.2", "copies"),
+    ("03.3", "lambda n, w, i: i // sharding.shard_numel(n, w) if i < n else None"),
+    ("03.3", "lambda n, w, i: i * w // sharding.padded_numel(n, w) if i < n else None"),
+    ("05.2", "lambda *given: shard_range(*given)"),
+    ("05.2", "lambda *given: sharding.shard_range(*given)"),
+]
+IMPORTS += """from zerolab.course.redundancy import redundant_bytes as copies
+from zerolab.practice import sharding
+from zerolab.practice.sharding import shard_range
+"""
+
+
+@pytest.mark.parametrize(("number", "answer"), BORROWED)
+def test_who_calls_the_package_s_own_function_is_told_to_write_it(number, answer):
+    expect(number, eval(answer), 0, "this is the package's own: write it yourself")
+    assert shard_range(10, 4, 1) == sharding.shard_range(10, 4, 1) == (3, 6)
+    assert copies([{"a": ("x", 8)}] * 2) == 8
+
+
+@pytest.mark.skipif(bool(trusted_only()), reason=f"no sandbox here: {trusted_only()}")
+@pytest.mark.parametrize(("number", "answer"), BORROWED)
+def test_and_where_grades_are_made(graded, number, answer):
+    verdict = graded.verdict(number, answer)
+    assert verdict == 0
+    assert "this is the package's own: write it yourself" in str(verdict)
+    graded.run("assert shard_range(10, 4, 1) == (3, 6)")
+
+
+def tame(holder, name):
+    setattr(holder, name, getattr(holder, name).as_subclass(Tame))
+
+
+@pytest.mark.parametrize(
+    ("number", "answer", "words"),
+    [
+        ("06.2", lambda unit, comm: (send_nothing(unit, comm), tame(unit, "grad_shard")),
+         "Put the summed shard"),
+        ("07.3", (lambda x, shard, shape, comm: torch.zeros(len(x), shape[0]).as_subclass(Tame),
+                  backward_of_zeros), "the output of the third layer is"),
+        ("09.3", lambda unit, below, comm: (step_without_gradients(unit, below, comm),
+                                            tame(below, "momentum")), "the first moments below"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_agrees_with_every_other_is_none(number, answer, words):
+    expect(number, answer, 0, words)
 
 
 # ---- lesson 13's code

@@ -66,6 +66,10 @@ class Elsewhere:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def without(self, names: Sequence[str]) -> Elsewhere:
+        """The same where functions of the package's own are withheld from it, see `withheld`."""
+        raise NotImplementedError
+
     def run_on_ranks(
         self,
         function: Callable[..., Any],

@@ -6,7 +6,12 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerolab.course.checks.core import Wrong, shown, type_of
+from zerolab.course.checks.core import Elsewhere, Wrong, shown, type_of
+from zerolab.course.withheld import withheld
+
+ARITHMETIC = tuple(f"zerolab.practice.sharding:{name}"
+                   for name in ("shard_range", "shard_numel", "padded_numel"))  # fmt: skip
+"""Who owns which element, as the package reckons it."""
 
 Misstep = tuple[Callable[..., Any], str]
 """A wrong version of the function, and the misconception that leads to it."""
@@ -67,6 +72,18 @@ def expect_callable(answer: Any) -> None:
     """Raises Wrong for an answer that is no function, before it is tried anywhere."""
     if not callable(answer):
         raise Wrong(f"This is {type_of(answer)}.", "Give the function itself.")
+
+
+def without(answer: Any, *names: str) -> Any:
+    """The answer, in whose calls functions of the package's own are withheld, "module:function"."""
+    if isinstance(answer, Elsewhere):
+        return answer.without(names)
+
+    def alone(*args: Any) -> Any:
+        with withheld(names):
+            return answer(*args)
+
+    return alone if callable(answer) else answer
 
 
 def _agree(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise, type_of
 from zerolab.course.checks.numbers import Slip, expect_bytes
-from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
 from zerolab.course.checks.quiz import Question, expect_answers
 from zerolab.practice.comm import Comm
 from zerolab.practice.meter import Meter
@@ -125,33 +125,36 @@ def predict(answer: Any) -> None:
     ],
 )
 def mean_over_ranks(answer: Any) -> None:
-    on_four_and_three(lambda size: _judge_mean(answer, size))
-
-
-def _judge_mean(answer: Any, size: int) -> None:
     seed = random.randrange(2**31)  # numbers that nobody can have prepared
+    keys = apart(_keys, seed)
+    on_four_and_three(lambda size: _judge_mean(answer, seed, keys[size]))
+
+
+def _judge_mean(answer: Any, seed: int, key: Key) -> None:
+    size = len(key.values)
     for rank, seen in enumerate(on_ranks(_trial, answer, seed, size=size)):
         if type(seen.got) is not Tensor:
             raise Wrong(f"Rank {rank} returned {type_of(seen.got)}.", "Return a tensor, on all.")
-        if seen.got.shape != seen.mean.shape:
+        if seen.got.shape != key.mean.shape:
             raise Wrong(
                 f"Rank {rank} returned shape {tuple(seen.got.shape)} for values of shape "
-                f"{tuple(seen.mean.shape)}.",
+                f"{tuple(key.mean.shape)}.",
                 "The average is over ranks, for each place: there are as many as there are values.",
             )
-        if not torch.allclose(seen.got.double(), seen.mean.double(), rtol=1e-5):
-            raise Wrong(f"Rank {rank} has {_short(seen.got)}; the mean is {_short(seen.mean)}.",
-                        _why(seen, size))  # fmt: skip
-        if not torch.equal(seen.values, seen.before):
+        if not torch.allclose(seen.got.double(), key.mean.double(), rtol=1e-5):
+            raise Wrong(f"Rank {rank} has {_short(seen.got)}; the mean is {_short(key.mean)}.",
+                        _why(seen.got.double(), key, rank))  # fmt: skip
+        if not torch.equal(seen.values, key.values[rank]):
             raise Wrong(
                 f"The mean is right, but the values of rank {rank} are overwritten.",
                 "comm.all_reduce writes into the tensor it is given: give it a copy.",
                 points=2,
             )
-        if seen.sent > seen.budget:
+        budget = 2 * (size - 1) * key.mean.nbytes // size
+        if seen.sent > budget:
             raise Wrong(
                 f"The mean is right, but rank {rank} sends {seen.sent} bytes where one all-reduce "
-                f"sends {seen.budget}.",
+                f"sends {budget}.",
                 "Gathering everybody's values sends each of them to everybody, to be added there.",
                 points=2,
             )
@@ -159,40 +162,52 @@ def _judge_mean(answer: Any, size: int) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank returned, what it was given before and after, and bytes sent."""
+    """What one rank returned, the values that it was given, afterwards, and bytes sent."""
 
     got: Any
-    mean: Tensor
-    before: Tensor
     values: Tensor
     sent: int
-    budget: int
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the ranks are given, (ranks, 12), and the mean of it, (12,)."""
+
+    values: Tensor
+    mean: Tensor
 
 
 def _trial(answer: Callable[[Tensor, Comm], Tensor], seed: int) -> Seen:
     """Runs on a rank: twelve values that no other rank has."""
     comm = Comm()
-    ranks = comm.world_size
-    every = torch.randn(ranks, 12, generator=torch.Generator().manual_seed(seed))
-    values = every[comm.rank].clone()
+    values = _every(comm.world_size, seed)[comm.rank].clone()
     with Meter() as meter:
         got = answer(values, comm)
-    mean, budget = every.double().mean(0).float(), 2 * (ranks - 1) * values.nbytes // ranks
     sent = meter.sent_bytes()
-    return Seen(got, mean, every[comm.rank], values, sent["total"] + sent["control"], budget)
+    return Seen(got, values, sent["total"] + sent["control"])
+
+
+def _every(ranks: int, seed: int) -> Tensor:
+    return torch.randn(ranks, 12, generator=torch.Generator().manual_seed(seed + ranks))
+
+
+def _keys(seed: int) -> dict[int, Key]:
+    """By number of ranks."""
+    every = [_every(ranks, seed) for ranks in (RANKS, 3)]
+    return {len(values): Key(values, values.double().mean(0).float()) for values in every}
 
 
 def _short(values: Tensor) -> str:
     return f"[{', '.join(f'{value:.3g}' for value in values.flatten()[:3].tolist())}, …]"
 
 
-def _why(seen: Seen, ranks: int) -> str:
-    got = seen.got.double()
+def _why(got: Tensor, key: Key, rank: int) -> str:
+    ranks, own = len(key.values), key.values[rank]
     for wrong, words in [
-        (seen.mean * ranks, "That is the sum: divide by the number of ranks."),
-        (seen.mean / ranks, "You divided twice, before the sum and after it."),
-        (seen.before, "That is this rank's own values: nothing has arrived from the others."),
-        (seen.before / ranks, "That is this rank's own values, divided: nothing was summed."),
+        (key.mean * ranks, "That is the sum: divide by the number of ranks."),
+        (key.mean / ranks, "You divided twice, before the sum and after it."),
+        (own, "That is this rank's own values: nothing has arrived from the others."),
+        (own / ranks, "That is this rank's own values, divided: nothing was summed."),
     ]:
         if torch.allclose(got, wrong.double(), rtol=1e-4, atol=1e-6):
             return words

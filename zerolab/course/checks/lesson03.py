@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise, shown, type_of
-from zerolab.course.checks.functions import expect_function, same_plain
+from zerolab.course.checks.functions import ARITHMETIC, expect_function, same_plain, without
 from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number, read_number
-from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
 from zerolab.course.checks.quiz import Question, expect_answers
 from zerolab.course.redundancy import Pieces, redundant_bytes
 from zerolab.practice.comm import Comm
@@ -88,6 +89,7 @@ def _by(ranks: list[Pieces], key: Callable[[str, str], str]) -> int:
     ],
 )
 def redundant(answer: Any) -> None:
+    answer = without(answer, "zerolab.course.redundancy:redundant_bytes")
     missteps: list[tuple[Callable[[list[Pieces]], Any], str]] = [
         (_with_originals,
          "One of them is the original: it is needed, and only the others are copies."),
@@ -141,7 +143,7 @@ def who_owns(answer: Any) -> None:
         return index // -(-numel // world_size) if index < numel else None
 
     expect_function(
-        answer,
+        without(answer, *ARITHMETIC),
         right,
         cases,
         [
@@ -203,18 +205,26 @@ def cut_and_restore(answer: Any) -> None:
     if not (isinstance(answer, tuple | list) and len(answer) == 2 and all(map(callable, answer))):
         raise Wrong("Two functions are needed.", 'Call check("03.4", (keep, restore)).')
     keep, restore = answer
-    on_four_and_three(lambda size: _judge_cut(keep, restore, size))
+    seed = random.randrange(2**31)  # states that nobody can have prepared
+    states = apart(_states, seed)
+    on_four_and_three(lambda size: _judge_cut(keep, restore, seed, size, states[size]))
 
 
-def _judge_cut(keep: Any, restore: Any, size: int) -> None:
-    seed = random.randrange(2**31)  # a state that nobody can have prepared
-    kept = _in_order(on_ranks(_keep_on_rank, keep, seed, size=size))
+def _judge_cut(keep: Any, restore: Any, seed: int, size: int, states: States) -> None:
+    seen = on_ranks(_keep_on_rank, keep, seed, size=size)
+    kept = [
+        Trial(where, got, right := shard_of(start, size, rank), held, right.nbytes)
+        for _, where, rank, (got, held), start, _ in _in_order(seen, states)
+    ]
     for t in kept:
         short = "All shards are equally long, the last ones padded with zeros: round up."
         long = "That is too long: a rank keeps its own part alone."
         other = "Shards lie one after the other, in rank order; zeros fill the end."
         _expect_tensor(t, "keep", "your shard has", short, long, other)
-    for t in _in_order(on_ranks(_restore_on_rank, restore, seed, size=size)):
+    seen = on_ranks(_restore_on_rank, restore, seed, size=size)
+    for numel, where, _, (got, sent), start, changed in _in_order(seen, states):
+        budget = (size - 1) * start.nbytes // size
+        t = Trial(where, got, changed[:numel], sent, budget, start[:numel])
         short, long = "Gather every shard.", "Cut the padding off."
         other = "Each rank's shard belongs in its own place."
         _expect_tensor(t, "restore", "you put together", short, long, other)
@@ -247,47 +257,58 @@ class Trial:
     stale: Tensor | None = None
 
 
-def _in_order(by_rank: list[list[Trial]]) -> list[Trial]:
-    return [trial for size in zip(*by_rank, strict=True) for trial in size]
+States = list[tuple[Tensor, Tensor]]  # of each size, padded: as `keep` gets it, and changed
+
+
+def _in_order(by_rank: list[Any], states: States) -> Iterator[tuple[Any, ...]]:
+    """Size by size, on rank after rank: what the rank showed, and the two states."""
+    for place, (numel, both) in enumerate(zip(SIZES, states, strict=True)):
+        for rank, seen in enumerate(by_rank):
+            yield numel, f"{numel} elements, rank {rank}", rank, seen[place], *both
+
+
+def _states(seed: int) -> dict[int, States]:
+    """By number of ranks."""
+    return {n: [(_state(numel, n, seed), _changed(numel, n, seed)) for numel in SIZES]
+            for n in (RANKS, 3)}  # fmt: skip
 
 
 def _state(numel: int, world_size: int, seed: int) -> Tensor:
-    """A padded state, the same on every rank: (padded numel,)."""
-    whole = torch.zeros(padded_numel(numel, world_size))
-    whole[:numel] = torch.randn(numel, generator=torch.Generator().manual_seed(seed + numel))
-    return whole
+    """A padded state: (padded numel,)."""
+    draw = torch.Generator().manual_seed(seed + numel * world_size)
+    return F.pad(torch.randn(numel, generator=draw), (0, -numel % world_size))
 
 
-def _keep_on_rank(keep: Callable[[Tensor, int, int], Any], seed: int) -> list[Trial]:
+def _changed(numel: int, world_size: int, seed: int) -> Tensor:
+    """The same when every rank has changed its shard, as an optimizer would."""
+    state = _state(numel, world_size, seed)
+    return state + torch.arange(1, world_size + 1).repeat_interleave(len(state) // world_size)
+
+
+def _keep_on_rank(keep: Callable[[Tensor, int, int], Any], seed: int) -> list[tuple[Any, int]]:
+    """What keep returned of each size, and the bytes that it holds."""
     comm, found = Comm(), []
-    n, rank = comm.world_size, comm.rank
     for numel in SIZES:
-        whole = _state(numel, n, seed)
-        given, right = [whole[:numel].clone()], shard_of(whole, n, rank).clone()
+        given = [_state(numel, comm.world_size, seed)[:numel].clone()]
         with Meter() as meter:
-            got = keep(given.pop(), n, rank)
+            got = keep(given.pop(), comm.world_size, comm.rank)
             gc.collect()
-            held = meter.held()["total"]
-        found.append(Trial(f"{numel} elements, rank {rank}", got, right, held, right.nbytes))
+            found.append((got, meter.held()["total"]))
     return found
 
 
-def _restore_on_rank(restore: Callable[[Tensor, int, Comm], Any], seed: int) -> list[Trial]:
-    """Every rank has changed its shard, as an optimizer would, so that nobody else knows it."""
+def _restore_on_rank(
+    restore: Callable[[Tensor, int, Comm], Any], seed: int
+) -> list[tuple[Any, int]]:
+    """What restore returned of each size, and the bytes that it sent: nobody else knows a shard."""
     comm, found = Comm(), []
     n, rank = comm.world_size, comm.rank
     for numel in SIZES:
-        start = _state(numel, n, seed)
-        right = start.clone()
-        for r in range(n):
-            shard_of(right, n, r).add_(r + 1)
-        shard = shard_of(right, n, rank).clone()
+        shard = shard_of(_changed(numel, n, seed), n, rank).clone()
         with Meter() as meter:
             got = restore(shard, numel, comm)
-        by_kind, budget = meter.sent_bytes(), (n - 1) * shard.nbytes
-        sent = by_kind["total"] + by_kind["control"]
-        where = f"{numel} elements, rank {rank}"
-        found.append(Trial(where, got, right[:numel], sent, budget, start[:numel]))
+        sent = meter.sent_bytes()
+        found.append((got, sent["total"] + sent["control"]))
     return found
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
-from zerolab.course.checks.on_ranks import RANKS, on_four_and_three, on_ranks
+from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
 from zerolab.practice import data
 from zerolab.practice.comm import Comm, sum_in_rank_order
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
@@ -49,7 +49,7 @@ def _judge(answer: Any, size: int) -> None:
     for steps in (1, 3) if size == RANKS else (1,):
         job = Job(stage=1, model=GPTConfig(width=20, layers=1, heads=2), steps=steps)
         trial = on_ranks(_trial, answer, job, size=size)
-        _same_weights(trial, on_ranks(_expected, job, size, ranks=[0])[0], steps)
+        _same_weights(trial, apart(_expected, job, size), steps)
     psi = trial[0].params
     budget = sent_bytes(1, size, psi)
     for rank, seen in enumerate(trial):
@@ -145,7 +145,7 @@ class Expected:
 
 
 def _expected(job: Job, world_size: int) -> Expected:
-    """What one process gets that takes the ranks' batches in turn (run on a rank: one thread)."""
+    """What one process gets that takes the ranks' batches in turn."""
 
     def alone(
         steps: int,

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
 from zerolab.course.checks.numbers import Slip, expect_bytes
-from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
 from zerolab.practice import data
-from zerolab.practice.comm import Comm
+from zerolab.practice.comm import Comm, sum_in_rank_order
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.meter import Meter
+from zerolab.practice.sharding import flatten, padded_numel, shard_of
 from zerolab.practice.stage2 import Stage2
 
 SMALL = GPTConfig(width=20, layers=1, heads=2)
@@ -58,23 +59,26 @@ def predict(answer: Any) -> None:
     ],
 )
 def send_to_owners(answer: Any) -> None:
-    on_four_and_three(lambda size: _judge_sending(answer, size))
+    keys = apart(_keys)
+    on_four_and_three(lambda size: _judge_sending(answer, size, keys[size]))
 
 
-def _judge_sending(answer: Any, size: int) -> None:
+def _judge_sending(answer: Any, size: int, key: Key) -> None:
+    shards = sum(unit.nbytes for unit in key.right) // size
     for rank, seen in enumerate(on_ranks(_trial, answer, size=size)):
-        _right_sums(seen, rank)
-        if seen.sent > seen.budget:
+        _right_sums(seen.got, key, rank, size)
+        budget = 2 * (size - 1) * shards
+        if seen.sent > budget:
             raise Wrong(
                 f"The sums are right, but rank {rank} sends {seen.sent:,} bytes where "
-                f"{seen.budget:,} suffice.",
+                f"{budget:,} suffice.",
                 "An all-reduce gives every rank every sum: a reduce-scatter sends half as much.",
                 points=2,
             )
-        if seen.held > seen.shards:
+        if seen.held > shards:
             raise Wrong(
                 f"The sums are right, but after backward rank {rank} holds {seen.held:,} bytes of "
-                f"gradients; its shards are {seen.shards:,}.",
+                f"gradients; its shards are {shards:,}.",
                 "full_grads is still there, or grad_shard is a view that keeps it alive: in memory "
                 "this is stage 1.",
                 points=2,
@@ -83,67 +87,92 @@ def _judge_sending(answer: Any, size: int) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank shows after two micro-batches; bytes, and gradients by unit."""
+    """What one rank shows after two micro-batches; bytes, and its shards by unit."""
 
-    got: list[Tensor | None]
-    right: list[Tensor]
-    first: list[Tensor]  # after the first micro-batch alone
-    local: list[Tensor]  # this rank's part of its own gradients of both, never summed
+    got: list[Any]
     sent: int
-    budget: int
     held: int
-    shards: int
-    world_size: int
+
+
+@dataclass(frozen=True)
+class Key:
+    """Gradients of two micro-batches by unit, whole and padded: (padded numel,)."""
+
+    right: list[Tensor]  # summed over ranks
+    first: list[Tensor]  # the first micro-batch alone, summed over ranks
+    own: list[list[Tensor]]  # of each rank, never summed over ranks, fp32
+
+
+def _keys() -> dict[int, Key]:
+    """By number of ranks: what one process gets that takes the ranks' batches in turn."""
+    found = {}
+    for n in (RANKS, 3):
+        model = GPT(SMALL).bfloat16()
+        micro_batches = [unit_grads(model, at, n) for at in range(2)]
+        first, second = map(sums_of_units, micro_batches)
+        right = [a + b for a, b in zip(first, second, strict=True)]
+        own = [[a.float() + b.float() for a, b in zip(*both, strict=True)]
+               for both in zip(*micro_batches, strict=True)]  # fmt: skip
+        found[n] = Key(right, first, own)
+    return found
+
+
+def unit_grads(model: GPT, at: int, ranks: int) -> list[list[Tensor]]:
+    """Each rank's gradients of its micro-batch number `at`, by unit, flat and padded for `ranks`.
+
+    The model's gradients must be None before, and are again afterwards.
+    """
+    found = []
+    for rank in range(ranks):
+        model.loss(*data.batch(at, rank, ranks)).backward()
+        found.append([flat([p.grad for p in unit.parameters()], ranks) for unit in model.units()])
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def flat(tensors: list[Any], ranks: int) -> Tensor:
+    """One buffer of a unit's tensors, padded for so many ranks: (padded numel,)."""
+    numel = sum(tensor.numel() for tensor in tensors)
+    return flatten(tensors, padded_numel(numel, ranks), tensors[0].dtype)
+
+
+def sums_of_units(by_rank: list[list[Tensor]]) -> list[Tensor]:
+    """The sum over ranks of each unit's gradients, rounded once to bf16: (padded numel,)."""
+    return [sum_in_rank_order(list(parts)).bfloat16() for parts in zip(*by_rank, strict=True)]
 
 
 def _trial(send: Callable[[Any, Comm], None]) -> Seen:
     """Runs on a rank: a stage 2 that hands each complete unit to the learner."""
     comm = Comm()
-    mine = Stage2(GPT(SMALL), comm)
     with Meter() as meter:
-        theirs = Stage2(GPT(SMALL), comm)
+        engine = Stage2(GPT(SMALL), comm)
         start = meter.held()["total"]
-    local = [torch.zeros(u.padded // comm.world_size) for u in reversed(theirs.units)]
 
     def hand_over(unit: Any) -> None:
-        theirs.reduction.next += 1
-        place = theirs.reduction.next - 1
-        length = unit.padded // comm.world_size
-        local[place] += unit.grads()[comm.rank * length :][:length].float()
+        engine.reduction.next += 1
         send(unit, comm)
         unit.missing = set(range(len(unit.params)))
 
-    theirs.reduction._send = hand_over  # type: ignore[method-assign]
+    engine.reduction._send = hand_over  # type: ignore[method-assign]
     batches = [data.batch(at, comm.rank, comm.world_size) for at in range(2)]
     held = 0
     with meter:
         for batch in batches:
-            theirs.backward(theirs.model.loss(*batch))  # type: ignore[operator]
+            engine.backward(engine.model.loss(*batch))  # type: ignore[operator]
             gc.collect()
             held = max(held, meter.held()["total"] - start)
-    first: list[Tensor] = []
-    for batch in batches:
-        mine.backward(mine.model.loss(*batch))  # type: ignore[operator]
-        first = first or [unit.own_grads().clone() for unit in mine.units]
-    right = [unit.own_grads() for unit in mine.units]
-    shards = sum(shard.nbytes for shard in right)
     return Seen(
-        got=[unit.grad_shard for unit in theirs.units],
-        right=right,
-        first=first,
-        local=local[::-1],
+        got=[unit.grad_shard for unit in engine.units],
         sent=meter.sent_bytes()["total"],
-        budget=2 * (comm.world_size - 1) * shards,
-        held=held - sum(t.nbytes for t in (*local, *(t for batch in batches for t in batch))),
-        shards=shards,
-        world_size=comm.world_size,
+        held=held - sum(tensor.nbytes for batch in batches for tensor in batch),
     )
 
 
-def _right_sums(seen: Seen, rank: int) -> None:
-    for place, (got, right) in enumerate(zip(seen.got, seen.right, strict=True)):
+def _right_sums(shards: list[Any], key: Key, rank: int, size: int) -> None:
+    for place, (got, whole) in enumerate(zip(shards, key.right, strict=True)):
+        right = shard_of(whole, size, rank)
         where = f"On rank {rank}, grad_shard of unit {place}"
-        if not isinstance(got, Tensor):
+        if type(got) is not Tensor:
             raise Wrong(f"{where} is {got!r}.", "Put the summed shard into unit.grad_shard.")
         if got.shape != right.shape or got.dtype != right.dtype:
             raise Wrong(
@@ -153,28 +182,31 @@ def _right_sums(seen: Seen, rank: int) -> None:
             )
         if not torch.equal(got, right):
             different = int((got != right).sum())
+            first, own = (
+                shard_of(each, size, rank) for each in (key.first[place], key.own[rank][place])
+            )
             raise Wrong(
                 f"{where} differs in {different} of {len(right)} elements after two micro-batches.",
-                _why(got, seen, place),
+                _why(got.float(), right.float(), first.float(), own, size),
             )
 
 
-def _why(got: Tensor, seen: Seen, place: int) -> str:
-    if torch.equal(got, seen.first[place]):
+def _why(got: Tensor, right: Tensor, first: Tensor, own: Tensor, size: int) -> str:
+    if torch.equal(got, first):
         return "This is the first micro-batch alone: the second was not added."
-    difference = (seen.right[place].float() - seen.first[place].float()).to(got.dtype)
-    if torch.allclose(got.float(), difference.float(), rtol=0.05, atol=1e-4):
+
+    def near(other: Tensor) -> bool:
+        return torch.allclose(got, other, rtol=0.05, atol=1e-4)
+
+    if near((right - first).bfloat16().float()):
         return "This is the second micro-batch alone: it has replaced the first."
-    if torch.allclose(got.float(), seen.local[place], rtol=0.05, atol=1e-4):
+    if near(own):
         return "These are this rank's own gradients: they were never summed over ranks."
-    if torch.allclose(
-        got.float(), seen.right[place].float() / seen.world_size, rtol=0.05, atol=1e-4
-    ):
+    if near(right / size):
         return "You divided by N here: the step does that, with its scale."
-    twice = seen.right[place].float() + seen.first[place].float()
-    if torch.allclose(got.float(), twice, rtol=0.05, atol=1e-4):
+    if near(right + first):
         return "The first micro-batch is in it twice: full_grads was sent and not let go of."
-    if torch.allclose(got.float(), seen.right[place].float(), rtol=0.05, atol=1e-4):
+    if near(right):
         return (
             "That is right up to rounding. Reduce-scatter each micro-batch with comm, in bf16, and "
             "add the result to what is there: the task asks for these bits."

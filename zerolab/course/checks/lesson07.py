@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
 from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number
-from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
 from zerolab.practice.comm import Comm, sum_in_rank_order
 from zerolab.practice.meter import Meter, label
 from zerolab.practice.sharding import flatten, padded_numel, shard_of
@@ -85,12 +86,16 @@ def gathered_layer(answer: Any) -> None:
 def sharded_layer(answer: Any) -> None:
     if not (isinstance(answer, tuple | list) and len(answer) == 2 and all(map(callable, answer))):
         raise Wrong("Two functions are needed.", 'Call check("07.3", (forward, backward)).')
-    on_four_and_three(lambda size: _judge_layer(answer, size))
+    seed = random.randrange(2**31)  # weights and inputs that nobody can have prepared
+    keys = apart(_keys, seed)
+    on_four_and_three(lambda size: _judge_layer(answer, seed, keys[size]))
 
 
-def _judge_layer(answer: Any, size: int) -> None:
-    for rank, seen in enumerate(on_ranks(_trial, *answer, size=size)):
-        _same(seen, rank, size)
+def _judge_layer(answer: Any, seed: int, keys: list[Key]) -> None:
+    size = len(keys)
+    for rank, seen in enumerate(on_ranks(_trial, *answer, seed, size=size)):
+        _same(seen, keys[rank], rank, size)
+        shards = sum(shard.nbytes for shard in keys[rank].grads)
         if seen.between > seen.inputs:
             raise Wrong(
                 f"All is right, but between forward and backward rank {rank} keeps "
@@ -99,17 +104,18 @@ def _judge_layer(answer: Any, size: int) -> None:
                 "not stage 3. Keep nothing in forward; gather once more in backward.",
                 points=3,
             )
-        if seen.kept > seen.budget // 3 // (size - 1):
+        if seen.kept > shards:
             raise Wrong(
                 f"All is right, but the gradient shards of rank {rank} keep {seen.kept:,} bytes "
-                f"alive; they are {seen.budget // 3 // (size - 1):,}.",
+                f"alive; they are {shards:,}.",
                 "A shard that is a view keeps the whole gradient: give it memory of its own.",
                 points=3,
             )
-        if seen.sent["total"] > seen.budget:
+        budget = 3 * (size - 1) * shards
+        if seen.sent["total"] > budget:
             raise Wrong(
                 f"All is right, but rank {rank} sends {seen.sent['total']:,} bytes where three "
-                f"passes, {seen.budget:,}, suffice.",
+                f"passes, {budget:,}, suffice.",
                 "An all-reduce of the gradients, or a gather too many: two all-gathers and one "
                 "reduce-scatter are enough.",
                 points=3,
@@ -120,42 +126,61 @@ def _judge_layer(answer: Any, size: int) -> None:
 class Seen:
     """What one rank shows after forward and backward through three layers; bytes."""
 
-    output: Tensor
-    right_output: Tensor
-    grad_x: Tensor
-    right_grad_x: Tensor
+    output: Any
+    grad_x: Any
     grads: list[Any]
-    right_grads: list[Tensor]
-    local_grads: list[Tensor]
     sent: dict[str, int]
     kept: int
-    budget: int
     between: int
     inputs: int
 
 
-def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen:
-    """Runs on a rank: three layers through the learner's functions, and through torch's own."""
-    comm = Comm()
-    n = comm.world_size
-    torch.manual_seed(7)
-    weights = [torch.randn(shape) for shape in SHAPES]
-    inputs = torch.randn(n, 4, SHAPES[0][1])
-    shards = []
-    for weight in weights:
-        flat = flatten([weight], padded_numel(weight.numel(), n), torch.float32)
-        shards.append(label(shard_of(flat, n, comm.rank).clone(), "parameters"))
-    per_rank = [_plain(weights, inputs[rank]) for rank in range(n)]
-    right_output, right_grad_x, _ = per_rank[comm.rank]
-    mine: list[Tensor] = []
-    local: list[Tensor] = []
-    for layer, weight in enumerate(weights):
-        parts = [grads[layer] for _, _, grads in per_rank]
-        length = padded_numel(weight.numel(), n)
-        for kept, whole in ((mine, sum_in_rank_order(parts)), (local, parts[comm.rank])):
-            kept.append(shard_of(flatten([whole], length, torch.float32), n, comm.rank).clone())
+@dataclass(frozen=True)
+class Key:
+    """What is right on one rank; `local` are its shards of its own gradients, never summed."""
 
-    x, kept_inputs = inputs[comm.rank].clone(), []
+    output: Tensor
+    grad_x: Tensor
+    grads: list[Tensor]
+    local: list[Tensor]
+
+
+def _weights_and_inputs(ranks: int, seed: int) -> tuple[list[Tensor], Tensor]:
+    """Three weights (out, in), and each rank's input: (ranks, 4, in)."""
+    draw = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
+    return weights, torch.randn(ranks, 4, SHAPES[0][1], generator=draw)
+
+
+def _shard(whole: Tensor, ranks: int, rank: int) -> Tensor:
+    flat = flatten([whole], padded_numel(whole.numel(), ranks), torch.float32)
+    return shard_of(flat, ranks, rank).clone()
+
+
+def _keys(seed: int) -> dict[int, list[Key]]:
+    """By number of ranks, and rank: what torch makes of whole weights."""
+    found = {}
+    for n in (RANKS, 3):
+        weights, inputs = _weights_and_inputs(n, seed)
+        outputs, grads_x, grads = zip(*(_plain(weights, x) for x in inputs), strict=True)
+        sums = [sum_in_rank_order(list(parts)) for parts in zip(*grads, strict=True)]
+        found[n] = [
+            Key(
+                output=outputs[rank],
+                grad_x=grads_x[rank],
+                grads=[_shard(grad, n, rank) for grad in sums],
+                local=[_shard(grad, n, rank) for grad in grads[rank]],
+            )
+            for rank in range(n)
+        ]
+    return found
+
+
+def _trial(forward: Callable[..., Any], backward: Callable[..., Any], seed: int) -> Seen:
+    """Runs on a rank: three layers through the learner's functions."""
+    comm = Comm()
+    shards, x = _own(comm, seed)
+    kept_inputs: list[Tensor] = []
     grads: list[Any] = []
     with Meter() as meter, torch.no_grad():
         for shard, shape in zip(shards, SHAPES, strict=True):
@@ -179,18 +204,20 @@ def _trial(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Seen
         sent = meter.sent_bytes()
     return Seen(
         output=output,
-        right_output=right_output,
         grad_x=grad,
-        right_grad_x=right_grad_x,
         grads=grads,
-        right_grads=mine,
-        local_grads=local,
         sent=sent,
         kept=sum(g.untyped_storage().nbytes() for g in grads if isinstance(g, Tensor)),
-        budget=3 * (n - 1) * sum(shard.nbytes for shard in shards),
         between=between["total"] - between["parameters"],
         inputs=sum(t.nbytes for t in kept_inputs) + output.nbytes,
     )
+
+
+def _own(comm: Comm, seed: int) -> tuple[list[Tensor], Tensor]:
+    """This rank's shards and its input; nothing whole outlives the call."""
+    weights, inputs = _weights_and_inputs(comm.world_size, seed)
+    shards = [_shard(weight, comm.world_size, comm.rank) for weight in weights]
+    return [label(shard, "parameters") for shard in shards], inputs[comm.rank].clone()
 
 
 def _plain(weights: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -205,21 +232,21 @@ def _plain(weights: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tenso
     return y.detach(), x.grad, [weight.grad for weight in leaves if weight.grad is not None]
 
 
-def _same(seen: Seen, rank: int, size: int) -> None:
+def _same(seen: Seen, key: Key, rank: int, size: int) -> None:
     checks = [
-        ("the output of the third layer", seen.output, seen.right_output, "y = x @ weight.T"),
-        ("the gradient of the input", seen.grad_x, seen.right_grad_x, "it is grad_y @ weight"),
+        ("the output of the third layer", seen.output, key.output, "y = x @ weight.T"),
+        ("the gradient of the input", seen.grad_x, key.grad_x, "it is grad_y @ weight"),
     ]
     for what, got, right, why in checks:
-        if not isinstance(got, Tensor) or got.shape != right.shape:
-            shape = str(tuple(got.shape)) if isinstance(got, Tensor) else repr(got)
+        if type(got) is not Tensor or got.shape != right.shape:
+            shape = str(tuple(got.shape)) if type(got) is Tensor else repr(got)
             raise Wrong(f"On rank {rank} {what} is {shape}, not of shape {tuple(right.shape)}.")
         if not torch.allclose(got, right, rtol=1e-4, atol=1e-4):
             raise Wrong(f"On rank {rank} {what} is wrong.", f"With all shards gathered, {why}.")
-    for layer, (got, right) in enumerate(zip(seen.grads, seen.right_grads, strict=True)):
+    for layer, (got, right) in enumerate(zip(seen.grads, key.grads, strict=True)):
         where = f"On rank {rank} the gradient shard of layer {layer}"
-        if not isinstance(got, Tensor) or got.shape != right.shape:
-            shape = str(tuple(got.shape)) if isinstance(got, Tensor) else repr(got)
+        if type(got) is not Tensor or got.shape != right.shape:
+            shape = str(tuple(got.shape)) if type(got) is Tensor else repr(got)
             raise Wrong(
                 f"{where} is {shape}; it must have the shard's shape, {tuple(right.shape)}.",
                 "A rank keeps the gradient of its own shard alone: reduce-scatter the flat, padded "
@@ -228,7 +255,7 @@ def _same(seen: Seen, rank: int, size: int) -> None:
         if got.dtype != right.dtype:
             raise Wrong(f"{where} is {got.dtype}; the weight is {right.dtype}.")
         if not torch.allclose(got, right, rtol=1e-4, atol=1e-4):
-            raise Wrong(f"{where} is wrong.", _why(got, right, seen.local_grads[layer], size))
+            raise Wrong(f"{where} is wrong.", _why(got, right, key.local[layer], size))
 
 
 def _why(got: Tensor, right: Tensor, local: Tensor, size: int) -> str:

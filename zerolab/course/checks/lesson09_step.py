@@ -13,13 +13,15 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise
 from zerolab.course.checks.functions import expect_callable
-from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.course.checks.lesson06 import flat, sums_of_units, unit_grads
+from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
 from zerolab.practice import data
+from zerolab.practice.adamw import AdamW
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.meter import Meter
 from zerolab.practice.offload import Offloaded
-from zerolab.practice.stage2 import Stage2
+from zerolab.practice.sharding import shard_of, views
 from zerolab.practice.tiers import on_cpu
 
 SMALL = GPTConfig(width=20, layers=1, heads=2)
@@ -46,52 +48,75 @@ STEPS = 2
 )
 def step_below(answer: Any) -> None:
     expect_callable(answer)
-    on_four_and_three(lambda size: _judge_step(answer, size))
+    keys = apart(_keys)
+    on_four_and_three(lambda size: _judge_step(answer, size, keys[size]))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank shows; bytes of the last step, and tensors of all units one after the other."""
+    """What one rank shows; bytes of the last step, and states of all units one after the other."""
 
-    params: list[list[Tensor]]  # working, of each unit, after each step
-    right_params: list[list[Tensor]]
-    before: list[Tensor]  # before the first step
-    rank: int
-    moments: dict[str, tuple[Tensor, Tensor]]  # after the first step: the learner's, the right ones
-    masters: tuple[Tensor, Tensor]  # after the last step
+    params: list[list[Any]]  # working, of each unit, after each step
+    moments: dict[str, Any]  # after the first step
+    master: Any  # after the last step
     leftover: int  # on the device after the step, more than parameters
     gradients: int  # of that, gradients
     down: int
     up: int
-    shard: int  # the rank's 16-bit elements
     sent: int
-    world_size: int
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is right, by unit, whole and padded: (padded numel,)."""
+
+    params: list[list[Tensor]]  # working: before the first step, and after each
+    moments: dict[str, list[Tensor]]  # after the first step
+    master: list[Tensor]  # after the last step
+
+
+def _keys() -> dict[int, Key]:
+    """By number of ranks: what one process gets that takes the ranks' batches in turn."""
+    return {ranks: _key(GPT(SMALL), ranks) for ranks in (RANKS, 3)}
+
+
+def _key(model: GPT, ranks: int) -> Key:
+    units = [list(unit.parameters()) for unit in model.units()]
+    adamw = [AdamW(flat([param.data for param in params], ranks)) for params in units]
+    working: list[list[Tensor]] = []
+    moments: dict[str, list[Tensor]] = {}
+    for at in range(STEPS):
+        working.append([states.master.bfloat16() for states in adamw])
+        for params, whole in zip(units, working[-1], strict=True):
+            for param, part in zip(params, views(whole, [p.shape for p in params]), strict=True):
+                param.data = part
+        sums = sums_of_units(unit_grads(model, at, ranks))
+        for states, total in zip(adamw, sums, strict=True):
+            states.update(total, 1 / ranks)
+        for name in ("momentum", "variance"):
+            moments.setdefault(name, [getattr(states, name).clone() for states in adamw])
+    working.append([states.master.bfloat16() for states in adamw])
+    return Key(working, moments, [states.master for states in adamw])
 
 
 def _trial(step: Callable[[Any, Any, Comm], None]) -> Seen:
     """Runs on a rank: stage 2 with its optimizer below, of which the learner makes the step."""
     comm = Comm()
-    mine = Stage2(GPT(SMALL), comm)
     with Meter() as meter:
         with on_cpu():
             model = GPT(SMALL)
-        theirs = Offloaded(2, model, comm)
-        before = [unit.full_params.clone() for unit in theirs.units]
-        moments: dict[str, tuple[Tensor, Tensor]] = {}
+        engine = Offloaded(2, model, comm)
+        moments: dict[str, Tensor] = {}
         params: list[list[Tensor]] = []
-        right_params: list[list[Tensor]] = []
         leftover = 0
         for at in range(STEPS):
-            batch = data.batch(at, comm.rank, comm.world_size)
-            theirs.backward(model.loss(*batch))
-            mine.backward(mine.model.loss(*batch))  # type: ignore[operator]
-            mine.step()
+            engine.backward(model.loss(*data.batch(at, comm.rank, comm.world_size)))
             gc.collect()
             meter.crossed.clear()
             meter.sent.clear()
             start = meter.held()
             with torch.no_grad():
-                for unit in theirs.units:
+                for unit in engine.units:
                     step(unit, unit.adamw, comm)
             gc.collect()
             dist.barrier()  # who has skipped a collective would meet the next backward's
@@ -99,25 +124,19 @@ def _trial(step: Callable[[Any, Any, Comm], None]) -> Seen:
             gained = kept["total"] - (start["total"] - start["gradients"])
             leftover = max(leftover, gained)
             for name in ("momentum", "variance"):
-                moments.setdefault(name, (_all(theirs, name), _all(mine, name)))
-            params.append([unit.full_params.clone() for unit in theirs.units])
-            right_params.append([unit.full_params.clone() for unit in mine.units])
+                moments.setdefault(name, _all(engine, name))
+            params.append([unit.full_params.clone() for unit in engine.units])
     seen = Seen(
         params=params,
-        right_params=right_params,
-        before=before,
-        rank=comm.rank,
         moments=moments,
-        masters=(_all(theirs, "master"), _all(mine, "master")),
+        master=_all(engine, "master"),
         leftover=leftover,
         gradients=kept["gradients"],
         down=crossed.get("down", 0),
         up=crossed.get("up", 0),
-        shard=sum(unit.param_shard.nbytes for unit in mine.units),
         sent=sent["total"],
-        world_size=comm.world_size,
     )
-    theirs.close()
+    engine.close()
     return seen
 
 
@@ -125,13 +144,14 @@ def _all(engine: Any, state: str) -> Tensor:
     return torch.cat([getattr(unit.adamw, state) for unit in engine.units])
 
 
-def _judge_step(answer: Any, size: int) -> None:
+def _judge_step(answer: Any, size: int, key: Key) -> None:
     found = on_ranks(_trial, answer, size=size)
     for rank, seen in enumerate(found):
-        _right_bits(seen, f"On rank {rank}")
+        _right_bits(seen, key, rank, size)
+    shard = sum(params.nbytes for params in key.params[0]) // size
     for rank, seen in enumerate(found):
-        _right_edges(seen, rank)
-        budget = (size - 1) * seen.shard
+        _right_edges(seen, shard, rank, size)
+        budget = (size - 1) * shard
         if seen.sent > budget:
             raise Wrong(
                 f"All bits are right, but rank {rank} sends {seen.sent:,} bytes to the others "
@@ -148,13 +168,22 @@ def _judge_step(answer: Any, size: int) -> None:
             )
 
 
-def _right_bits(seen: Seen, where: str) -> None:
-    momentum, right = seen.moments["momentum"]
-    variance, right_variance = seen.moments["variance"]
-    if not torch.equal(momentum, right):
+def _same(got: Any, right: Tensor) -> bool:
+    return type(got) is Tensor and torch.equal(got, right)
+
+
+def _right_bits(seen: Seen, key: Key, rank: int, size: int) -> None:
+    def shards(units: list[Tensor]) -> Tensor:
+        return torch.cat([shard_of(whole, size, rank) for whole in units])
+
+    where = f"On rank {rank}"
+    names = ("momentum", "variance")
+    momentum, variance = (seen.moments[name] for name in names)
+    right, right_variance = (shards(key.moments[name]) for name in names)
+    if not _same(momentum, right):
         raise Wrong(
             f"{where} the first moments below differ after one step.",
-            _why_moments(momentum, right, variance, right_variance, seen.world_size),
+            _why_moments(momentum, right, variance, right_variance, size),
         )
     if seen.gradients:
         raise Wrong(
@@ -162,33 +191,29 @@ def _right_bits(seen: Seen, where: str) -> None:
             "Set unit.grad_shard to None once it is below: the next backward would add to it.",
             points=1,
         )
-    for step, (params, right_params) in enumerate(
-        zip(seen.params, seen.right_params, strict=True), 1
-    ):
-        for place, (got, wanted) in enumerate(zip(params, right_params, strict=True)):
-            if not torch.equal(got, wanted):
+    for step, (params, new) in enumerate(zip(seen.params, key.params[1:], strict=True), 1):
+        for place, (got, wanted) in enumerate(zip(params, new, strict=True)):
+            if not _same(got, wanted):
                 raise Wrong(
                     f"{where} {int((got != wanted).sum())} of {wanted.numel()} parameters of unit "
                     f"{place} differ after {step} step{'s' * (step > 1)}.",
-                    _why_params(got, wanted, seen, place),
+                    _why_params(got, wanted, key.params[0][place], rank, size),
                     points=1,
                 )
-    if not torch.equal(variance, right_variance) or not torch.equal(*seen.masters):
+    if not _same(variance, right_variance) or not _same(seen.master, shards(key.master)):
         raise Wrong(
             f"{where} the states below differ after {STEPS} steps.",
             "One below.update for each unit and step, with that step's gradients.",
         )
 
 
-def _why_params(got: Tensor, wanted: Tensor, seen: Seen, place: int) -> str:
-    length = wanted.numel() // seen.world_size
-    own = slice(seen.rank * length, (seen.rank + 1) * length)
-    if torch.equal(got, seen.before[place]):
+def _why_params(got: Tensor, wanted: Tensor, before: Tensor, rank: int, size: int) -> str:
+    if torch.equal(got, before):
         return (
             "The moments below are right, and the device still has its first parameters: bring the "
             "new ones up, after the update."
         )
-    if torch.equal(got[own], wanted[own]):
+    if torch.equal(shard_of(got, size, rank), shard_of(wanted, size, rank)):
         return "This rank's part is right, the others' are not: all-gather what came up."
     return "The moments below are right; what the device has is not what the weights became."
 
@@ -210,8 +235,7 @@ def _why_moments(
     return "Each update takes this rank's shard of the sums, unit.grad_shard."
 
 
-def _right_edges(seen: Seen, rank: int) -> None:
-    n = seen.world_size
+def _right_edges(seen: Seen, shard: int, rank: int, n: int) -> None:
     down = {
         0: "put() marks a tensor and moves nothing: down() copies it.",
         2: "The gradients were widened to fp32 before they went down: copy first, convert below.",
@@ -229,10 +253,10 @@ def _right_edges(seen: Seen, rank: int) -> None:
         7: "The states came up, too: they are not needed on the device.",
     }
     for way, got, known in (("down", seen.down, down), ("up", seen.up, up)):
-        if got != seen.shard:
+        if got != shard:
             raise Wrong(
                 f"All bits are right, but on rank {rank} {got:,} bytes cross {way} in a step; "
-                f"{seen.shard:,} are enough.",
-                known.get(got // seen.shard, "Two bytes of each element of the shard: no more."),
+                f"{shard:,} are enough.",
+                known.get(got // shard, "Two bytes of each element of the shard: no more."),
                 points=3,
             )

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from zerolab.course.checks.core import Wrong, exercise, shown, type_of
 from zerolab.course.checks.functions import plain
-from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
+from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
 from zerolab.practice.comm import Comm
 from zerolab.practice.meter import Meter
 from zerolab.practice.sharding import padded_numel, shard_of
+
+NUMEL = 1001  # of the gradient that is clipped
 
 
 @exercise(
@@ -33,14 +35,17 @@ from zerolab.practice.sharding import padded_numel, shard_of
     ],
 )
 def clip_factor(answer: Any) -> None:
-    on_four_and_three(lambda size: _judge_clip(answer, size))
-
-
-def _judge_clip(answer: Any, size: int) -> None:
     seed = random.randrange(2**31)  # a gradient that nobody can have prepared
+    norms = apart(_norms, seed)
+    on_four_and_three(lambda size: _judge_clip(answer, seed, norms[size]))
+
+
+def _judge_clip(answer: Any, seed: int, norms: list[float]) -> None:
+    size = len(norms) - 2
     for max_norm in (1.0, 1e3):
+        right, padded, *local = (min(1.0, max_norm / norm) for norm in norms)
         seen = on_ranks(_clip, answer, max_norm, seed, size=size)
-        for rank, (value, right, local, padded, sent) in enumerate(seen):
+        for rank, (value, sent) in enumerate(seen):
             if not isinstance(value, float):
                 raise Wrong(
                     f"Rank {rank} returns {type_of(value)}.", "Return the factor, a number."
@@ -49,7 +54,7 @@ def _judge_clip(answer: Any, size: int) -> None:
                 raise Wrong(
                     f"With max_norm {max_norm:g} rank {rank} scales by {value:.6g}; the factor is "
                     f"{right:.6g}.",
-                    _why_clip(value, right, local, padded, max_norm),
+                    _why_clip(value, right, local[rank], padded, max_norm),
                 )
             if sent > 64 * size:
                 raise Wrong(
@@ -59,28 +64,37 @@ def _judge_clip(answer: Any, size: int) -> None:
                 )
 
 
+def _gradient(ranks: int, seed: int) -> Tensor:
+    """(padded numel,): beyond numel lies what torch.empty may leave, and it is made to weigh."""
+    draw = torch.Generator().manual_seed(seed + ranks)
+    full = torch.randn(padded_numel(NUMEL, ranks), generator=draw)
+    full[NUMEL:] += 9
+    return full
+
+
+def _norms(seed: int) -> dict[int, list[float]]:
+    """By number of ranks: the norm of the gradient, that with padding, and that of each shard."""
+    found = {}
+    for ranks in (RANKS, 3):
+        full = _gradient(ranks, seed)
+        parts = [full[:NUMEL], full, *full.split(len(full) // ranks)]
+        found[ranks] = [float(part.double().norm()) for part in parts]
+    return found
+
+
 def _clip(
     answer: Callable[[Tensor, int, float, Comm], float], max_norm: float, seed: int
-) -> tuple[Any, float, float, float, int]:
-    """Runs on a rank: value, right value, with the local norm, with padding; bytes sent."""
-    comm, numel = Comm(), 1001
-    # Beyond numel lies what torch.empty may leave: it is made to weigh.
-    full = torch.randn(
-        padded_numel(numel, comm.world_size), generator=torch.Generator().manual_seed(seed)
-    )
-    full[numel:] += 9
-    whole = full[:numel]
-    mine = shard_of(full, comm.world_size, comm.rank).clone()
+) -> tuple[Any, int]:
+    """Runs on a rank: the value, and bytes sent."""
+    comm = Comm()
+    mine = shard_of(_gradient(comm.world_size, seed), comm.world_size, comm.rank).clone()
     with Meter() as meter:
-        value = answer(mine.clone(), numel, max_norm, comm)
+        value = answer(mine, NUMEL, max_norm, comm)
         sent = meter.sent_bytes()
     if type(value) is not bool and hasattr(type(value), "__float__"):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of many elements
             value = float(value)
-    right, local, padded = (
-        min(1.0, max_norm / float(part.double().norm())) for part in (whole, mine, full)
-    )
-    return value, right, local, padded, sent["total"] + sent["control"]
+    return value, sent["total"] + sent["control"]
 
 
 def _why_clip(value: float, right: float, local: float, padded: float, max_norm: float) -> str:

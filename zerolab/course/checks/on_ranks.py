@@ -24,10 +24,12 @@ def on_four_and_three(trial: Callable[[int], None]) -> None:
     try:
         trial(3)
     except Wrong as wrong:
+        why = "Is a 4 written out somewhere? The number of ranks is comm.world_size."
+        if "right up to rounding" in wrong.misconception:
+            why = "A division by 4 is exact in binary, and one by 3 is rounded."
         raise Wrong(
             f"All is right on four ranks. On three: {wrong.difference}",
-            "Is a 4 written out somewhere? The number of ranks is comm.world_size.\n"
-            f"{wrong.misconception}",
+            f"{why}\n{wrong.misconception}",
             points=wrong.points,
         ) from None
 
@@ -48,10 +50,7 @@ def on_ranks(
     Raises Wrong where the learner's code raised or did not come back, with its own last line;
     NotImplementedError where it is still the stub.
     """
-    for module in {function.__module__, __name__}:
-        if module.startswith("zerolab.course."):
-            # By value: else each fresh rank would import all checks, and sympy with them.
-            cloudpickle.register_pickle_by_value(sys.modules[module])
+    send_checks_by_value()
     limit_s = kept.limit_s()
     try:
         if (far := next(_elsewhere(args), None)) is not None:
@@ -73,6 +72,16 @@ def on_ranks(
         raise Wrong(f"{said[:1].upper()}{said[1:]}{_own_line(error.where)}") from None
 
 
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` on a rank that never meets a learner's function: there keys are made.
+
+    It has one thread, as all ranks have, and is another process than the notebook's, too. Its time
+    is not the answer's.
+    """
+    with untimed():
+        return on_ranks(function, *args, size=1)[0]
+
+
 def beside(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in the process of the learner's function, where its memory can be counted.
 
@@ -81,6 +90,13 @@ def beside(function: Callable[..., Any], *args: Any) -> Any:
     if any(_elsewhere(args)):
         return on_ranks(function, *args, size=1)[0]
     return function(*args)
+
+
+def send_checks_by_value() -> None:
+    """Else each fresh rank would import all checks, and sympy with them; a sandbox has none."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("zerolab.course.checks"):
+            cloudpickle.register_pickle_by_value(module)
 
 
 def _elsewhere(values: Iterable[Any]) -> Iterator[Elsewhere]:

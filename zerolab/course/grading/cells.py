@@ -18,6 +18,7 @@ from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from zerolab.course.grading import channel, codec
+from zerolab.course.withheld import withheld
 
 
 class Cells:
@@ -68,7 +69,8 @@ class Cells:
         args, named = reader.read(request["args"]), reader.read(request["named"])
         before = [codec.storage_bytes(storage) for storage in reader.storages]
         try:
-            value = self.functions[request["function"]](*args, **named)
+            with withheld(request["withheld"]):
+                value = self.functions[request["function"]](*args, **named)
         except BaseException as error:
             return channel.said(error, _line(error)), []
         writer = codec.Writer(self._number)

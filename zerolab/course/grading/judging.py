@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import cloudpickle
 
 from zerolab.course.checks import EXERCISES, given
 from zerolab.course.checks.core import LIMIT_S, Aborted, Elsewhere, Verdict, judged, untimed
+from zerolab.course.checks.on_ranks import send_checks_by_value
 from zerolab.course.grading import codec
 from zerolab.course.grading.channel import Garbled
 from zerolab.course.grading.ranks import Learners
@@ -72,12 +72,14 @@ class Notebook:
         self._left_s, self._fresh = LIMIT_S, True
         return judged(number, self._read(header, blobs), self.learner)
 
-    def call(self, function: int, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    def call(
+        self, function: int, args: Sequence[Any], named: dict[str, Any], withheld: Sequence[str]
+    ) -> Any:
         """What a learner's function returns; what it raises is raised."""
         writer = codec.Writer(_remote_number)
         request = {
             "do": "call", "function": function, "args": writer.write(list(args)),
-            "named": writer.write(named), "memory": None,
+            "named": writer.write(named), "memory": None, "withheld": list(withheld),
         }  # fmt: skip
         request["memory"] = writer.memory()
         began = self._cells.cpu_s
@@ -109,8 +111,7 @@ class Notebook:
             return value
 
         placed = place(tuple(args))
-        for name in [name for name in sys.modules if name.startswith("zerolab.course.checks")]:
-            cloudpickle.register_pickle_by_value(sys.modules[name])  # they are not in the sandbox
+        send_checks_by_value()
         blobs = [cloudpickle.dumps((function, placed)), cloudpickle.dumps(ready), *functions]
         self._ranks = self._ranks or Box("ranks", self.limits, self.environment)
         request = {"size": size, "ranks": ranks, "fresh": self._fresh}
@@ -177,11 +178,17 @@ class Notebook:
 class RemoteFunction(Elsewhere):
     """A function of the learner's, in the notebook's sandbox."""
 
-    def __init__(self, notebook: Notebook, number: int, name: str) -> None:
+    def __init__(
+        self, notebook: Notebook, number: int, name: str, withheld: Sequence[str] = ()
+    ) -> None:
         self.notebook, self.number, self.__name__ = notebook, number, name
+        self.withheld = withheld
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.notebook.call(self.number, args, named)
+        return self.notebook.call(self.number, args, named, self.withheld)
+
+    def without(self, names: Sequence[str]) -> RemoteFunction:
+        return RemoteFunction(self.notebook, self.number, self.__name__, names)
 
     def run_on_ranks(self, *args: Any) -> list[Any]:
         return self.notebook.run_on_ranks(*args)
