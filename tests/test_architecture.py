@@ -58,7 +58,7 @@ LINE_BUDGETS = {
     # any step by its bytes, twelve faults, published figures; and the errata, the outline, progress
     "course": (
         [p for p in FILES if p.parent.name == "course" and p.stem not in CLASSROOM],
-        3660,
+        3690,
     ),
     # what an instructor hands out, a class to try grading on, and the course under nbgrader
     "classroom": ([PACKAGE / "course" / f"{name}.py" for name in CLASSROOM], 800),
@@ -74,7 +74,7 @@ LINE_BUDGETS = {
     # lines name what attackers found unnamed, refuse values that only pose as numbers and results
     # prepared beforehand, and try more of the exercises on three ranks as well; 170 make what is
     # right where no answer runs
-    "checks": ([p for p in FILES if p.parent.name == "checks"], 5690),
+    "checks": ([p for p in FILES if p.parent.name == "checks"], 5800),
 }
 LONGEST_FILE = 400
 
