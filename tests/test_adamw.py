@@ -71,3 +71,10 @@ def test_an_empty_shard_takes_a_step():
     adamw = AdamW(torch.zeros(0), OPTIONS)
     adamw.update(torch.zeros(0), scale=1.0)
     assert adamw.steps == 1 and adamw.master.numel() == 0
+
+
+def test_gradients_of_more_than_the_shard_are_refused():
+    adamw = AdamW(torch.ones(8))
+    with pytest.raises(ValueError, match="32 gradients for 8 weights"):
+        adamw.update(torch.ones(32), 1.0)
+    assert adamw.steps == 0 and torch.equal(adamw.master, torch.ones(8))

@@ -67,8 +67,13 @@ class AdamW:
     def update(self, grad_shard: Tensor, scale: float) -> None:
         """One step with the gradient `scale * grad_shard` (shard_numel,), converted to fp32.
 
-        An fp32 `grad_shard` is not copied, and is scaled in place.
+        An fp32 `grad_shard` is not copied, and is scaled in place. ValueError for another length.
         """
+        if grad_shard.numel() != self.master.numel():
+            raise ValueError(
+                f"{grad_shard.numel():,} gradients for {self.master.numel():,} weights: the update "
+                "of a shard takes the gradients of that shard."
+            )
         grad = grad_shard.float()
         if grad is not grad_shard:
             label(grad, "temporary")
