@@ -1,5 +1,7 @@
 """The checks of lesson 05, run on real ranks: stub, solution, and near misses with their words."""
 
+import re
+
 import pytest
 import torch
 from test_checks_04 import expect, stub
@@ -226,6 +228,30 @@ def scales_for_four(own, comm):
     comm.all_gather(own.full_params, own.param_shard)
 
 
+def scales_by_the_number_of_ranks(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def divides_first(own, comm):
+    own.full_grads /= comm.world_size
+    forgets_the_mean(own, comm)
+
+
+def divides_twice(own, comm):
+    own.full_grads /= comm.world_size
+    step(own, comm)
+
+
+def sums_and_never_gathers(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1)
+    own.param_shard.copy_(own.adamw.master)
+    own.full_params.view(comm.world_size, -1)[comm.rank].copy_(own.param_shard)
+
+
 def raises(own, comm):
     own.grads.sum()
 
@@ -266,6 +292,23 @@ def test_05_4_passes():
 )
 def test_05_4_near_misses_are_named(answer, points, words):
     expect("05.4", answer, points, words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (divides_first, "On three: .*up to rounding. Sum first, and let scale divide"),
+        (scales_by_the_number_of_ranks, "scale is not 1/N: .* 16 times the mean"),
+        (scales_for_four, "On three: .*scale is not 1/N: .* 0.75 times the mean"),
+        (divides_twice, "scale is not 1/N: .* 0.25 times the mean"),
+        (sums_and_never_gathers, "forgot the 1/N.*the others' slices are stale"),
+        (never_gathers, "others' are stale"),
+    ],
+)
+def test_05_4_a_wrong_scale_is_neither_stale_nor_rounding(answer, words):
+    said = str(expect("05.4", answer, 0)).replace("\n", " ")
+    assert re.search(words, said), said
+    assert ("stale" in said) == (answer in (never_gathers, sums_and_never_gathers)), said
 
 
 def test_05_4_native_all_reduce_is_seen_too():
