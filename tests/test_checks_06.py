@@ -74,6 +74,12 @@ def all_reduces(unit, comm):
     keep(unit, own_part(unit, comm).clone())
 
 
+def sends_fp32(unit, comm):
+    shard = torch.empty(len(unit.full_grads) // comm.world_size)
+    comm.reduce_scatter(shard, unit.full_grads.float())
+    keep(unit, shard.bfloat16())
+
+
 def replaces(unit, comm):
     unit.grad_shard = reduced(unit, comm)
     unit.full_grads = None
@@ -116,6 +122,7 @@ def test_06_2_passes():
         (keeps_a_view_of_the_first, 2, "this is stage 1"),
         (never_frees, 0, "twice"),
         (all_reduces, 2, "sends half as much"),
+        (sends_fp32, 2, "You sent fp32, which is twice the bytes"),
         (replaces, 0, "replaced the first"),
         (never_sums, 0, "never summed"),
         (keeps_the_first_only, 0, "the second was not added"),
@@ -137,10 +144,11 @@ def test_06_2_near_misses_are_named(answer, points, words):
                        (16, "plain data"), (22, "one rank's bytes")]),
         ("06.3", "70 GB", [("28 GB", "stage 1"), ("112 GB", "once a step"), ("35 GB", "elements"),
                            ("56 GB", "gradients alone"), ("168 GB", "stage 3"),
-                           ("14 GB", "one pass")]),
+                           ("14 GB", "one pass"), (10, "for one parameter"),
+                           ("71 GB", "rounded too coarsely")]),
         ("06.4", "48.75 GB", [("71.5 GB", "stage 1"), ("26 GB", "stage 3"), ("208 GB", "plain"),
                               ("22.75 GB", "what is divided"), ("390 GB", "all ranks together"),
-                              ("42.25 GB", "master copy")]),
+                              ("42.25 GB", "master copy"), (3.75, "for one parameter")]),
     ],
 )  # fmt: skip
 def test_numbers_and_their_near_misses(number, right, wrong):

@@ -156,7 +156,9 @@ def test_07_3_near_misses_are_named(answer, points, words):
     [
         ("07.1", "17.5 GB", [("1120 GB", "plain"), ("155.3 GB", "stage 2"), ("293.1 GB", "stage 1"),
                              ("13.125 GB", "optimizer states alone"), (0.25, "one parameter"),
-                             ("16.3 GB", "GiB")]),
+                             ("16.3 GB", "GiB"), ("2.19 GB", "parameters alone"),
+                             ("18 GB", "rounded too coarsely"), ("17 GB", "rounded too coarsely"),
+                             ("19 GB", "too much"), ("20 GB", "too much")]),
         ("07.2", 12 * 12288**2 * 2, [(12 * 12288**2, "number of parameters"),
                                      (12 * 12288**2 * 16, "never travel"),
                                      (12 * 12288**2 * 4, "16-bit"),

@@ -33,6 +33,7 @@ def predict(answer: Any) -> None:
         Slip((2 + 14 / 64) * psi, "That is stage 2: the parameters are divided, too."),
         Slip((4 + 12 / 64) * psi, "That is stage 1: gradients and parameters are divided, too."),
         Slip(12 * psi / 64, "That is the optimizer states alone."),
+        Slip(2 * psi / 64, "That is the parameters alone: gradients and optimizer states, too."),
         Slip(0.25, "That is bytes for one parameter: there are 70e9 of them."),
         Slip(0.25e9, "A quarter of a byte for each parameter: there are 70e9 of them."),
     ]

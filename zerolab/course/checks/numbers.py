@@ -95,10 +95,16 @@ def expect_bytes(answer: Any, right: float, what: str, slips: list[Slip]) -> Non
         Slip(right / 1e9, 'That is the number of GB: give bytes, or write the unit, "… GB".'),
     ]
     _recognise(value, [*slips, *general], f"{what}: {_show(value)} is not it.")
-    if math.isclose(value, right, rel_tol=0.02):
+    if math.isclose(value, right, rel_tol=0.02) or _two_digits(value, right):
         raise Wrong(f"{what}: {_show(value)} is near.", "It is rounded too coarsely: three digits.")
     much = "too much" if value > right else "too little"
     raise Wrong(f"{what}: {_show(value)} is {much}.", "Write the sum down part by part.")
+
+
+def _two_digits(value: float, right: float) -> bool:
+    """Whether the value is the right one, above 0, with two digits of it left, up or down."""
+    step = 10 ** (math.floor(math.log10(right)) - 1)
+    return abs(value - right) < step and math.isclose(value, round(value / step) * step)
 
 
 def _recognise(value: float, slips: list[Slip], difference: str) -> None:
