@@ -25,6 +25,21 @@ def test_05_1_prediction():
         expect("05.1", lambda wrong=wrong: wrong, 0, words)
 
 
+@pytest.mark.parametrize(
+    "answer", ["7 bytes/parameter", "7 bytes per parameter", "7 B / parameter"]
+)
+def test_bytes_for_one_parameter_are_read_where_they_are_asked_for(answer):
+    expect("05.1", answer, 1, "passed")
+    expect("05.5", answer, 0, "for one parameter")
+    expect("05.5", "71.5 GB per parameter", 0, "for one parameter")
+    expect("05.5", "71.5 GB/rank", 1, "passed")
+
+
+@pytest.mark.parametrize("number", ["02.5", "03.1", "05.1", "06.3", "07.1", "07.4", "08.5", "13.1"])
+def test_who_only_prints_is_told_to_return(number):
+    expect(number, lambda: None, 0, "not yet", "nothing (None)", "Return it")
+
+
 def own_slice(numel, world_size, rank):
     length = -(-numel // world_size)
     return min(rank * length, numel), min((rank + 1) * length, numel)

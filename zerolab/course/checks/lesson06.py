@@ -41,7 +41,7 @@ def predict(answer: Any) -> None:
         Slip(16, "16 is plain data parallelism."),
         Slip(22, "22 is all four ranks together: give one rank's bytes."),
     ]
-    expect_bytes(answer, 5.5, "Rank 0 of four, for each parameter", slips)
+    expect_bytes(answer, 5.5, "Rank 0 of four, for each parameter", slips, per_parameter=True)
 
 
 @exercise(
