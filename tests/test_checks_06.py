@@ -4,6 +4,8 @@ import pytest
 import torch
 from test_checks_04 import expect, stub
 
+from zerolab import hint
+
 
 @pytest.mark.parametrize("number", ["06.1", "06.2", "06.3", "06.4"])
 @pytest.mark.parametrize("answer", [stub, None])
@@ -155,3 +157,8 @@ def test_numbers_and_their_near_misses(number, right, wrong):
     expect(number, lambda: right, 1, "passed")
     for answer, words in wrong:
         expect(number, answer, 0, words)
+
+
+def test_06_4_s_first_hint_leaves_the_numbers_to_the_last():
+    first, last = hint("06.4").exercise.hints
+    assert "14 bytes" in last and "14" not in first
