@@ -1,5 +1,7 @@
 """The checks of lesson 05, run on real ranks: stub, solution, and near misses with their words."""
 
+import re
+
 import pytest
 import torch
 from test_checks_04 import expect, stub
@@ -21,6 +23,21 @@ def test_05_1_prediction():
                          (3, "optimizer states alone"), (6, "master weights"),
                          (28, "one rank's bytes")]:  # fmt: skip
         expect("05.1", lambda wrong=wrong: wrong, 0, words)
+
+
+@pytest.mark.parametrize(
+    "answer", ["7 bytes/parameter", "7 bytes per parameter", "7 B / parameter"]
+)
+def test_bytes_for_one_parameter_are_read_where_they_are_asked_for(answer):
+    expect("05.1", answer, 1, "passed")
+    expect("05.5", answer, 0, "for one parameter")
+    expect("05.5", "71.5 GB per parameter", 0, "for one parameter")
+    expect("05.5", "71.5 GB/rank", 1, "passed")
+
+
+@pytest.mark.parametrize("number", ["02.5", "03.1", "05.1", "06.3", "07.1", "07.4", "08.5", "13.1"])
+def test_who_only_prints_is_told_to_return(number):
+    expect(number, lambda: None, 0, "not yet", "nothing (None)", "Return it")
 
 
 def own_slice(numel, world_size, rank):
@@ -226,6 +243,30 @@ def scales_for_four(own, comm):
     comm.all_gather(own.full_params, own.param_shard)
 
 
+def scales_by_the_number_of_ranks(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=comm.world_size)
+    own.param_shard.copy_(own.adamw.master)
+    comm.all_gather(own.full_params, own.param_shard)
+
+
+def divides_first(own, comm):
+    own.full_grads /= comm.world_size
+    forgets_the_mean(own, comm)
+
+
+def divides_twice(own, comm):
+    own.full_grads /= comm.world_size
+    step(own, comm)
+
+
+def sums_and_never_gathers(own, comm):
+    comm.reduce_scatter(own.grad_shard, own.full_grads)
+    own.adamw.update(own.grad_shard, scale=1)
+    own.param_shard.copy_(own.adamw.master)
+    own.full_params.view(comm.world_size, -1)[comm.rank].copy_(own.param_shard)
+
+
 def raises(own, comm):
     own.grads.sum()
 
@@ -266,6 +307,23 @@ def test_05_4_passes():
 )
 def test_05_4_near_misses_are_named(answer, points, words):
     expect("05.4", answer, points, words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (divides_first, "On three: .*up to rounding. Sum first, and let scale divide"),
+        (scales_by_the_number_of_ranks, "scale is not 1/N: .* 16 times the mean"),
+        (scales_for_four, "On three: .*scale is not 1/N: .* 0.75 times the mean"),
+        (divides_twice, "scale is not 1/N: .* 0.25 times the mean"),
+        (sums_and_never_gathers, "forgot the 1/N.*the others' slices are stale"),
+        (never_gathers, "others' are stale"),
+    ],
+)
+def test_05_4_a_wrong_scale_is_neither_stale_nor_rounding(answer, words):
+    said = str(expect("05.4", answer, 0)).replace("\n", " ")
+    assert re.search(words, said), said
+    assert ("stale" in said) == (answer in (never_gathers, sums_and_never_gathers)), said
 
 
 def test_05_4_native_all_reduce_is_seen_too():

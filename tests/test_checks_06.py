@@ -4,6 +4,8 @@ import pytest
 import torch
 from test_checks_04 import expect, stub
 
+from zerolab import hint
+
 
 @pytest.mark.parametrize("number", ["06.1", "06.2", "06.3", "06.4"])
 @pytest.mark.parametrize("answer", [stub, None])
@@ -74,6 +76,12 @@ def all_reduces(unit, comm):
     keep(unit, own_part(unit, comm).clone())
 
 
+def sends_fp32(unit, comm):
+    shard = torch.empty(len(unit.full_grads) // comm.world_size)
+    comm.reduce_scatter(shard, unit.full_grads.float())
+    keep(unit, shard.bfloat16())
+
+
 def replaces(unit, comm):
     unit.grad_shard = reduced(unit, comm)
     unit.full_grads = None
@@ -116,6 +124,7 @@ def test_06_2_passes():
         (keeps_a_view_of_the_first, 2, "this is stage 1"),
         (never_frees, 0, "twice"),
         (all_reduces, 2, "sends half as much"),
+        (sends_fp32, 2, "You sent fp32, which is twice the bytes"),
         (replaces, 0, "replaced the first"),
         (never_sums, 0, "never summed"),
         (keeps_the_first_only, 0, "the second was not added"),
@@ -137,13 +146,19 @@ def test_06_2_near_misses_are_named(answer, points, words):
                        (16, "plain data"), (22, "one rank's bytes")]),
         ("06.3", "70 GB", [("28 GB", "stage 1"), ("112 GB", "once a step"), ("35 GB", "elements"),
                            ("56 GB", "gradients alone"), ("168 GB", "stage 3"),
-                           ("14 GB", "one pass")]),
+                           ("14 GB", "one pass"), (10, "for one parameter"),
+                           ("71 GB", "rounded too coarsely")]),
         ("06.4", "48.75 GB", [("71.5 GB", "stage 1"), ("26 GB", "stage 3"), ("208 GB", "plain"),
                               ("22.75 GB", "what is divided"), ("390 GB", "all ranks together"),
-                              ("42.25 GB", "master copy")]),
+                              ("42.25 GB", "master copy"), (3.75, "for one parameter")]),
     ],
 )  # fmt: skip
 def test_numbers_and_their_near_misses(number, right, wrong):
     expect(number, lambda: right, 1, "passed")
     for answer, words in wrong:
         expect(number, answer, 0, words)
+
+
+def test_06_4_s_first_hint_leaves_the_numbers_to_the_last():
+    first, last = hint("06.4").exercise.hints
+    assert "14 bytes" in last and "14" not in first

@@ -1,10 +1,13 @@
 """The checks of lesson 07, run on real ranks: stub, solution, and near misses with their words."""
 
+import re
 from fractions import Fraction
 
 import pytest
 import torch
 from test_checks_04 import expect, stub
+
+from zerolab.course.checks.core import find
 
 
 @pytest.mark.parametrize("number", ["07.1", "07.2", "07.3", "07.4"])
@@ -152,11 +155,27 @@ def test_07_3_near_misses_are_named(answer, points, words):
 
 
 @pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((forward, stub), "not yet.*forward are right; backward is still the stub.$"),
+        ((forward_that_keeps, stub), "backward is still the stub.*alive after forward"),
+        ((wrong_shape, stub), "not yet.*y = x @ weight.T"),
+        ((stub, backward), "not attempted"),
+    ],
+)
+def test_07_3_forward_alone_is_judged(answer, words):
+    said = str(expect("07.3", answer, 0)).replace("\n", " ")
+    assert re.search(words, said), said
+
+
+@pytest.mark.parametrize(
     ("number", "right", "wrong"),
     [
         ("07.1", "17.5 GB", [("1120 GB", "plain"), ("155.3 GB", "stage 2"), ("293.1 GB", "stage 1"),
                              ("13.125 GB", "optimizer states alone"), (0.25, "one parameter"),
-                             ("16.3 GB", "GiB")]),
+                             ("16.3 GB", "GiB"), ("2.19 GB", "parameters alone"),
+                             ("18 GB", "rounded too coarsely"), ("17 GB", "rounded too coarsely"),
+                             ("19 GB", "too much"), ("20 GB", "too much")]),
         ("07.2", 12 * 12288**2 * 2, [(12 * 12288**2, "number of parameters"),
                                      (12 * 12288**2 * 16, "never travel"),
                                      (12 * 12288**2 * 4, "16-bit"),
@@ -170,3 +189,8 @@ def test_numbers_and_their_near_misses(number, right, wrong):
     expect(number, lambda: right, 1, "passed")
     for answer, words in wrong:
         expect(number, answer, 0, words)
+
+
+def test_neither_title_nor_hint_gives_the_answer_away():
+    assert not re.search(r"half|1\.5|three times", find("07.4").title, re.IGNORECASE)
+    assert "12,288" not in find("07.2").hints[0]

@@ -196,6 +196,15 @@ def type_of(value: Any) -> str:
     return "nothing (None)" if value is None else f"a {type(value).__name__}"
 
 
+def given_back(answer: Any) -> Any:
+    """An answer that is a value, or what it returns; Wrong where that is nothing."""
+    value = answer() if callable(answer) else answer
+    if value is None and callable(answer):
+        why = "Return it: print shows a value, and does not give it back."
+        raise Wrong(f"Your function returned {type_of(value)}.", why)
+    return value
+
+
 def cut(text: str, most: int = 700) -> str:
     """A text for a verdict, cut where it is too long to be read."""
     return text if len(text) <= most else f"{text[:most]} … (cut)"

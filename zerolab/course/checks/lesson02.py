@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy as sp
 
-from zerolab.course.checks.core import Wrong, exercise, shown, type_of
+from zerolab.course.checks.core import Wrong, exercise, given_back, shown, type_of
 from zerolab.course.checks.functions import expect_function, same_plain
 from zerolab.course.checks.numbers import Slip, expect_number
 from zerolab.theory.derivation import difference
@@ -243,6 +243,6 @@ def overestimate(answer: Any) -> None:
         Slip(0, "They are equal only in the limit of many ranks."),
         Slip(100 / 9, "That is 1/9: the exact factor for 8 ranks is 7/8."),
     ]
-    value = answer() if callable(answer) else answer
+    value = given_back(answer)
     value = value.rstrip("% ") if type(value) is str else value
     expect_number(value, 100 / 7, "How many percent too large, for 8 ranks", slips)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerolab.course.checks.core import Wrong, exercise, shown, type_of
+from zerolab.course.checks.core import Wrong, exercise, given_back, shown, type_of
 from zerolab.course.checks.functions import ARITHMETIC, expect_function, same_plain, without
 from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number, read_number
 from zerolab.course.checks.on_ranks import RANKS, apart, on_four_and_three, on_ranks
@@ -43,7 +43,7 @@ def predict(answer: Any) -> None:
         Slip(1 / 2, "Half would be two ranks."),
         Slip(1, "One copy must stay: without it there is no model."),
     ]
-    value = answer() if callable(answer) else answer
+    value = given_back(answer)
     if type(value) is str and value.rstrip().endswith("%"):
         value = read_number(value.rstrip("% ")) / 100
     expect_number(value, 7 / 8, "The share of copies on eight ranks", slips)

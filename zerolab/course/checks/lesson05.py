@@ -38,7 +38,7 @@ def predict(answer: Any) -> None:
         Slip(6, "You left out the fp32 master weights: K = 12 includes them."),
         Slip(28, "28 is all four ranks together: give one rank's bytes."),
     ]
-    expect_bytes(answer, 7, "Rank 0 of four, for each parameter", slips)
+    expect_bytes(answer, 7, "Rank 0 of four, for each parameter", slips, per_parameter=True)
 
 
 @exercise(

@@ -84,6 +84,7 @@ class Seen:
     padding: int
     full_params: Tensor  # (padded,) the working parameters
     master: Tensor  # (shard,) this rank's master weights
+    momentum: Tensor  # (shard,) and their momentum: unlike the update, it shows the scale
     sent: dict[str, int]  # in the last step
     rebound: bool  # full_params was replaced by another tensor
     left_over: int  # held after the last step, beyond what was held before the first
@@ -123,6 +124,7 @@ def _trial(step: Callable[[Any, Comm], None], job: Job) -> Seen:
         padding=unit.padded - params,
         full_params=unit.full_params,
         master=unit.adamw.master,
+        momentum=unit.adamw.momentum,
         sent=sent,
         rebound=rebound,
         left_over=after - start,
@@ -136,30 +138,38 @@ def _refuse(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """Working parameters (padded,) after some steps: the right ones, and after known mistakes."""
+    """After some steps, each (padded,): the working parameters, right ones and others; momentum."""
 
     right: Tensor
     start: Tensor
-    not_averaged: Tensor
     not_reduced: Tensor
+    momentum: Tensor
 
 
 def _expected(job: Job, world_size: int) -> Expected:
     """What one process gets that takes the ranks' batches in turn."""
 
-    def alone(
-        steps: int,
-        combine: Callable[[list[Tensor]], Tensor] = sum_in_rank_order,
-        scale: float | None = None,
-    ) -> Tensor:
-        weights, _ = train_in_one_process(replace(job, steps=steps), world_size, combine, scale)
-        return F.pad(weights, (0, -len(weights) % world_size)).bfloat16()
+    sums: list[Tensor] = []
 
+    def summed(grads: list[Tensor]) -> Tensor:
+        sums.append(sum_in_rank_order(grads))
+        return sums[-1]
+
+    def padded(whole: Tensor) -> Tensor:
+        return F.pad(whole, (0, -len(whole) % world_size))
+
+    def alone(steps: int, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        weights, _ = train_in_one_process(replace(job, steps=steps), world_size, combine)
+        return padded(weights).bfloat16()
+
+    right, beta = alone(job.steps, summed), job.options.beta1
+    ages = enumerate(reversed(sums))
+    momentum = sum((1 - beta) * beta**age * each.float() / world_size for age, each in ages)
     return Expected(
-        right=alone(job.steps),
-        start=alone(0),
-        not_averaged=alone(job.steps, scale=1.0),
-        not_reduced=alone(job.steps, combine=_own_slices),
+        right=right,
+        start=alone(0, summed),
+        not_reduced=alone(job.steps, _own_slices),
+        momentum=padded(torch.as_tensor(momentum)),
     )
 
 
@@ -193,24 +203,29 @@ def _why_weights(seen: Seen, expected: Expected, rank: int, size: int) -> str:
         if torch.equal(seen.master.to(mine.dtype), mine):
             return "Nothing was updated at all: own.adamw.update was never reached."
         return "The master weights moved, the parameters did not: copy the one into the other."
-    if torch.equal(seen.full_params, expected.not_averaged):
-        return (
-            "These are the weights for the sum of the gradients: you forgot the 1/N that makes it "
-            "a mean. AdamW all but hides this, because it divides by the gradient's own size."
-        )
     if torch.equal(seen.full_params, expected.not_reduced):
         return "Each slice was updated with its owner's gradients alone: they were never summed."
-    if torch.equal(mine, shard_of(expected.right, size, rank)):
+    others = seen.full_params.clone()
+    shard_of(others, size, rank).copy_(shard_of(expected.start, size, rank))
+    stale = torch.equal(others, expected.start)
+    too = " And the others' slices are stale." if stale else ""
+    wanted = shard_of(expected.momentum, size, rank)
+    times = float(seen.momentum.norm() / wanted.norm())
+    if torch.cosine_similarity(seen.momentum, wanted, dim=0) > 0.999 and abs(times - 1) > 0.05:
+        if abs(times / size - 1) < 0.05:
+            mean = "You updated with the sum of the gradients: you forgot the 1/N that makes a mean"
+        else:
+            mean = f"The scale is not 1/N: you updated with {times:.3g} times the mean gradient"
+        return f"{mean}. AdamW all but hides this, as it divides by the gradient's own size.{too}"
+    if stale and torch.equal(mine, shard_of(expected.right, size, rank)):
         return (
             "Your own slice is right and the others' are stale: their owners' updates never "
             "reached you."
         )
-    if torch.equal(mine, shard_of(expected.not_averaged, size, rank)):
-        return "Your own slice was updated with the sum where a mean is due, and others' are stale."
     if torch.allclose(seen.full_params.float(), expected.right.float(), rtol=0.02, atol=1e-3):
         return (
-            "That is right up to rounding. comm adds in rank order, in fp32, and rounds each sum "
-            "to bf16 once: the task asks for these bits."
+            "That is right up to rounding. Sum first, and let scale divide: comm adds in rank "
+            "order, in fp32, and rounds each sum to bf16 once. The task asks for these bits."
         )
     return "Go through the three phases: which gradients enter the update, and of which slice?"
 

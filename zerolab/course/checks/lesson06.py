@@ -41,7 +41,7 @@ def predict(answer: Any) -> None:
         Slip(16, "16 is plain data parallelism."),
         Slip(22, "22 is all four ranks together: give one rank's bytes."),
     ]
-    expect_bytes(answer, 5.5, "Rank 0 of four, for each parameter", slips)
+    expect_bytes(answer, 5.5, "Rank 0 of four, for each parameter", slips, per_parameter=True)
 
 
 @exercise(
@@ -68,11 +68,14 @@ def _judge_sending(answer: Any, size: int, key: Key) -> None:
     for rank, seen in enumerate(on_ranks(_trial, answer, size=size)):
         _right_sums(seen.got, key, rank, size)
         budget = 2 * (size - 1) * shards
-        if seen.sent > budget:
+        if seen.sent["total"] > budget:
+            why = "An all-reduce gives every rank every sum: a reduce-scatter sends half as much."
+            if seen.sent["reduce_scatter"] == 2 * budget:
+                why = "You sent fp32, which is twice the bytes of bf16, or each sum twice in bf16."
             raise Wrong(
-                f"The sums are right, but rank {rank} sends {seen.sent:,} bytes where "
+                f"The sums are right, but rank {rank} sends {seen.sent['total']:,} bytes where "
                 f"{budget:,} suffice.",
-                "An all-reduce gives every rank every sum: a reduce-scatter sends half as much.",
+                why,
                 points=2,
             )
         if seen.held > shards:
@@ -90,7 +93,7 @@ class Seen:
     """What one rank shows after two micro-batches; bytes, and its shards by unit."""
 
     got: list[Any]
-    sent: int
+    sent: dict[str, int]
     held: int
 
 
@@ -163,7 +166,7 @@ def _trial(send: Callable[[Any, Comm], None]) -> Seen:
             held = max(held, meter.held()["total"] - start)
     return Seen(
         got=[unit.grad_shard for unit in engine.units],
-        sent=meter.sent_bytes()["total"],
+        sent=meter.sent_bytes(),
         held=held - sum(tensor.nbytes for batch in batches for tensor in batch),
     )
 
@@ -233,6 +236,7 @@ def accumulation(answer: Any) -> None:
         Slip(5 * psi, "5Ψ counts elements; an element has 2 bytes."),
         Slip(8 * psi, "8Ψ is the gradients alone: new parameters are gathered once on top."),
         Slip(24 * psi, "24Ψ is stage 3, which gathers parameters twice for each micro-batch."),
+        Slip(10, "That is bytes for one parameter: there are 7e9 of them."),
         Slip(2 * psi, "2Ψ is one pass: four backward passes send gradients, one step parameters."),
     ]
     expect_bytes(answer, 10 * psi, "Stage 2, 7e9 parameters, four micro-batches", slips)
@@ -242,7 +246,10 @@ def accumulation(answer: Any) -> None:
     "06.4",
     "Stage 2 of 13 billion parameters on 8 ranks",
     points=1,
-    hints=["2 bytes stay whole; 14 bytes are divided by 8."],
+    hints=[
+        "Which kind of state does every rank still hold whole? How many bytes are divided by 8?",
+        "2 bytes stay whole; 14 bytes are divided by 8.",
+    ],
 )
 def stage2_states(answer: Any) -> None:
     psi = 13e9
@@ -251,6 +258,7 @@ def stage2_states(answer: Any) -> None:
         Slip(2 * psi, "That is stage 3, or the parameters alone."),
         Slip(16 * psi, "That is plain data parallelism: nothing is divided yet."),
         Slip(1.75 * psi, "That is what is divided; the whole parameters come on top."),
+        Slip(3.75, "That is bytes for one parameter: there are 13e9 of them."),
         Slip(30 * psi, "That is all ranks together: give one rank's bytes."),
         Slip((2 + 10 / 8) * psi, "You forgot the fp32 master copy: K is 12, not 8."),
     ]

@@ -40,7 +40,7 @@ def predict(answer: Any) -> None:
         Slip(10, "10 is all four ranks together: give one rank's bytes."),
     ]  # fmt: skip
     right = sum(below(2, 4, 4).gpu.values()) / 4
-    expect_bytes(answer, right, "Rank 0 of four, for each parameter", slips)
+    expect_bytes(answer, right, "Rank 0 of four, for each parameter", slips, per_parameter=True)
 
 
 # Other graphs than ZeRO-Offload's, in which other mistakes show.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerolab.course.checks.core import Wrong, exercise, type_of
+from zerolab.course.checks.core import Wrong, exercise, given_back, type_of
 from zerolab.course.checks.functions import expect_callable
 from zerolab.course.checks.numbers import Slip, expect_number
 from zerolab.course.checks.on_ranks import on_four_and_three, on_ranks
@@ -30,7 +30,7 @@ LOOK = [
 
 
 def _diagnosed(answer: Any, numbers: range) -> None:
-    given = answer() if callable(answer) else answer
+    given = given_back(answer)
     if not isinstance(given, dict):
         raise Wrong(f"You returned {type_of(given)}.",
                     f'Return a dict such as {{{numbers[0]}: "{next(iter(FAULTS))}"}}.')  # fmt: skip

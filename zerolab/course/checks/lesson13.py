@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy as sp
 
-from zerolab.course.checks.core import Given, Wrong, exercise, shown, type_of
+from zerolab.course.checks.core import Given, Wrong, exercise, given_back, shown, type_of
 from zerolab.course.checks.lesson02 import strangers
 from zerolab.course.checks.numbers import Slip, expect_bytes, expect_number, read_number
 from zerolab.theory.derivation import Derivation, difference
@@ -25,7 +25,7 @@ def expect_parts(answer: Any, parts: Mapping[str, tuple[float, Part]]) -> None:
 
     `parts` maps each name to its points and to what raises Wrong for a wrong value.
     """
-    values = answer() if callable(answer) else answer
+    values = given_back(answer)
     if not isinstance(values, dict) or set(values) != set(parts):
         got = f"a dict with {', '.join(map(shown, values))}" if isinstance(values, dict) else None
         raise Wrong(
@@ -103,7 +103,7 @@ def four_layouts(answer: Any, given: Given) -> None:
     ],
 )
 def three_passes(answer: Any) -> None:
-    derived = answer() if callable(answer) else answer
+    derived = given_back(answer)
     if not isinstance(derived, Derivation):
         raise Wrong(
             f"Your answer is {type_of(derived)}.", "Return a Derivation: parts, then their sum."
@@ -241,7 +241,7 @@ ROOM_BYTES = 12e9  # on each GPU: checkpoints of one sequence, two gathered laye
     host_bytes=[2e12, 1e12, 1.5e12, 3e12, 4e12],
 )
 def placement(answer: Any, given: Given) -> None:
-    plan = answer() if callable(answer) else answer
+    plan = given_back(answer)
     if not isinstance(plan, dict) or set(plan) != {"stage", *STATES}:
         raise Wrong(
             f"Your plan is {type_of(plan)}.",

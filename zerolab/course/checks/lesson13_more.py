@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from zerolab.course.checks.core import Given, Wrong, exercise
+from zerolab.course.checks.core import Given, Wrong, exercise, given_back
 from zerolab.course.checks.lesson13 import SIZES, expect_parts, number, size
 from zerolab.course.checks.numbers import Slip, expect_number, read_number
 
@@ -30,7 +30,7 @@ def fewest_ranks(answer: Any, given: Given) -> None:
         return math.ceil((16 - whole) * psi / left) if left > 0 else -1
 
     right = ranks(2, free)
-    value = read_number(answer() if callable(answer) else answer)
+    value = read_number(given_back(answer))
     if value == right:
         return
     slips = [

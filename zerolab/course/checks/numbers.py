@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from zerolab.course.checks.core import Wrong, shown
+from zerolab.course.checks.core import Wrong, given_back, shown, type_of
 
 UNITS = {
     "b": 1, "byte": 1, "bytes": 1,
@@ -30,11 +30,14 @@ class Slip:
     misconception: str
 
 
-def read_bytes(answer: Any) -> float:
-    """Bytes from a number (bytes) or a text such as "208 GB" or "193.7 GiB"; Wrong if neither."""
+def read_bytes(answer: Any, per_parameter: bool = False) -> float:
+    """Bytes from a number (bytes) or a text such as "208 GB" or "193.7 GiB"; Wrong if neither.
+
+    "7 bytes/parameter" is read where a size for each parameter is asked for, and Wrong elsewhere.
+    """
     if isinstance(answer, bool) or not (isinstance(answer, str) or hasattr(answer, "__float__")):
         raise Wrong(
-            f"This is a {type(answer).__name__}, where a size is expected.",
+            f"This is {type_of(answer)}, where a size is expected.",
             'Write bytes as a number, 208e9, or with a unit, "208 GB".',
         )
     if not isinstance(answer, str):
@@ -42,7 +45,11 @@ def read_bytes(answer: Any) -> float:
             if math.isfinite(value := float(answer)):
                 return value
         raise Wrong(f"{shown(answer)} is not a size.", "Put numbers in: bytes are one number.")
-    text = re.sub(r"\s*(per|a|each) (rank|gpu|parameter)$", "", answer.lower().strip())
+    text = re.sub(r"\s*(/\s*|(per|a|each) )(rank|gpu)$", "", answer.lower().strip())
+    whole, text = text, re.sub(r"\s*(/\s*|(per|a|each) )parameter$", "", text)
+    if text != whole and not per_parameter:
+        why = "That is for one parameter: the question is about all of them."
+        raise Wrong(f"{shown(answer)} is not it.", why)
     text = re.sub(r",(?=\d{1,2}(\D|$))", ".", text)  # a decimal comma, not thousands
     found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?\d+)?)\s*([a-z]*)\s*", text)
     if not found or (found[2] or "bytes") not in UNITS:
@@ -73,20 +80,22 @@ def read_number(answer: Any) -> float:
 
 def expect_number(answer: Any, right: float, what: str, slips: list[Slip]) -> None:
     """Raises Wrong unless the answer, or what it returns, is `right` within half a percent."""
-    value = read_number(answer() if callable(answer) else answer)
+    value = read_number(given_back(answer))
     if math.isclose(value, right, rel_tol=0.005):
         return
     _recognise(value, slips, f"{what}: {value:g} is not it.")
     raise Wrong(f"{what}: {value:g} is not it.", "Write both down before you divide.")
 
 
-def expect_bytes(answer: Any, right: float, what: str, slips: list[Slip]) -> None:
+def expect_bytes(
+    answer: Any, right: float, what: str, slips: list[Slip], per_parameter: bool = False
+) -> None:
     """Raises Wrong unless the answer, or what it returns, is `right` bytes within half a percent.
 
     `slips` name what a wrong value comes from; a value that is off by GiB for GB, by elements
     for bytes or by a factor of 1e9 is recognised for every question.
     """
-    value = read_bytes(answer() if callable(answer) else answer)
+    value = read_bytes(given_back(answer), per_parameter)
     if math.isclose(value, right, rel_tol=0.005):
         return
     general = [
@@ -95,10 +104,16 @@ def expect_bytes(answer: Any, right: float, what: str, slips: list[Slip]) -> Non
         Slip(right / 1e9, 'That is the number of GB: give bytes, or write the unit, "… GB".'),
     ]
     _recognise(value, [*slips, *general], f"{what}: {_show(value)} is not it.")
-    if math.isclose(value, right, rel_tol=0.02):
+    if math.isclose(value, right, rel_tol=0.02) or _two_digits(value, right):
         raise Wrong(f"{what}: {_show(value)} is near.", "It is rounded too coarsely: three digits.")
     much = "too much" if value > right else "too little"
     raise Wrong(f"{what}: {_show(value)} is {much}.", "Write the sum down part by part.")
+
+
+def _two_digits(value: float, right: float) -> bool:
+    """Whether the value is the right one, above 0, with two digits of it left, up or down."""
+    step = 10 ** (math.floor(math.log10(right)) - 1)
+    return abs(value - right) < step and math.isclose(value, round(value / step) * step)
 
 
 def _recognise(value: float, slips: list[Slip], difference: str) -> None:

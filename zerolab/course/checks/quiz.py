@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerolab.course.checks.core import STUB, Wrong, shown
+from zerolab.course.checks.core import STUB, Wrong, given_back, shown
 from zerolab.course.checks.numbers import read_number
 
 
@@ -54,7 +54,7 @@ def _word(text: str) -> str:
 
 def expect_answers(answer: Any, questions: Sequence[Question]) -> None:
     """Raises Wrong, with a line for each question that is not right, unless all are."""
-    given = answer() if callable(answer) else answer
+    given = given_back(answer)
     if not isinstance(given, dict):
         raise Wrong(f"This is a {type(given).__name__}.", "Return the dict of your answers.")
     if not given:
