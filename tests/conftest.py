@@ -23,9 +23,10 @@ launch.PRELOAD = (*launch.PRELOAD, "torch.distributed.fsdp", "torch._dynamo")
 
 # They take longest, so they begin first: else one worker would be left with one of them in the end.
 # The very first asks for the most memory, before other workers' ranks hold theirs.
-LONGEST = ["test_shared_host", "test_grading_class", "test_lab", "test_dry_run", "test_stages"]
-LONGEST += ["test_nbgrader", "test_identify", "test_site", "test_explorers", "test_portable"]
-LONGEST += ["test_train", "test_checks_10", "test_offload", "test_hosts", "test_checkpoint"]
+LONGEST = ["test_shared_host", "test_grading_class", "test_lab", "test_stages", "test_dry_run"]
+LONGEST += ["test_thousand", "test_nbgrader", "test_identify", "test_site", "test_explorers"]
+LONGEST += ["test_portable", "test_train", "test_checks_10", "test_offload", "test_hosts"]
+LONGEST += ["test_checkpoint"]
 
 
 @pytest.fixture(scope="session")

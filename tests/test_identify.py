@@ -11,7 +11,9 @@ import torch.distributed as dist
 from zerolab.cli import main
 from zerolab.course.identify import NAMES, identify
 from zerolab.practice.adamw import AdamW
+from zerolab.practice.comm import Comm
 from zerolab.practice.measure import STAGES
+from zerolab.practice.meter import label
 from zerolab.practice.peers import fsdp2
 from zerolab.practice.sharding import shard_of
 from zerolab.practice.stage0 import Stage0
@@ -131,6 +133,51 @@ class AllReduces(Stage1):
             unit.drop_grads()
 
 
+class AllReducingComm(Comm):
+    """Reduces for one rank what it sends to all."""
+
+    def start_reduce_scatter(self, shard, full):
+        dist.all_reduce(full)
+        shard.copy_(shard_of(full, self.world_size, self.rank))
+        return lambda: None
+
+
+def all_reduces_early(model, comm):
+    """Says that it is stage 2, as DeepSpeed's does: gradients leave early, at twice the cost."""
+    return Stage2(model, AllReducingComm())
+
+
+class KeepsALittleMore(Stage2):
+    """Stage 2, but for half a slice of gradients more."""
+
+    def __init__(self, model, comm):
+        super().__init__(model, comm)
+        self.hoard = []
+        self.reduction.after_unit = lambda unit: self.hoard.append(
+            unit.grads()[: unit.padded // 8].clone()
+        )
+
+    def step(self, max_norm=None):
+        super().step(max_norm)
+        self.hoard.clear()
+
+
+class KeepsABuffer(Stage1):
+    """Stage 1 beside a buffer that goes by its name."""
+
+    def __init__(self, model, comm):
+        super().__init__(model, comm)
+        self.buffer = label(torch.zeros(10**6), "temporary")
+
+
+class CountsItsSteps(Stage1):
+    """Stage 1 that sums a number over ranks in every step."""
+
+    def step(self, max_norm=None):
+        dist.all_reduce(torch.ones(1))
+        super().step(max_norm)
+
+
 class KeepsAllStates(Stage1):
     """Says that it is stage 1: it updates its slice, and holds the states of all."""
 
@@ -191,6 +238,28 @@ def test_a_stage_2_that_keeps_whole_gradients_is_stage_1(world_of):
 def test_a_stage_1_that_costs_6_psi_all_reduces(world_of):
     found = expect_name(world_of, AllReduces, "stage 1 that all-reduces", "6Ψ", "469,512")
     assert found.sent_bytes["total"] == 469_512
+
+
+def test_a_stage_2_that_all_reduces_is_named_so(world_of):
+    name = "stage 2 that all-reduces"
+    found = expect_name(world_of, all_reduces_early, name, "stage 2 needs 313,008", "469,512")
+    assert identify(all_reduces_early, claimed=name, world=world_of(FOUR)).agrees
+    assert found.parts["gradients"] == FOUR
+
+
+def test_a_stage_2_that_keeps_a_little_more_is_told_how_much(world_of):
+    found = expect_name(world_of, KeepsALittleMore, "stage 2", "where its slice has 52,168")
+    assert found.parts["gradients"] is None
+
+
+def test_a_buffer_is_no_state_and_no_secret(world_of):
+    expect_name(world_of, KeepsABuffer, "stage 1", "buffers have 4,000,000 bytes besides")
+
+
+def test_one_number_summed_over_ranks_is_no_traffic(world_of):
+    plain, found = (identify(each, world=world_of(FOUR)) for each in (Stage1, CountsItsSteps))
+    assert found.sent_bytes == plain.sent_bytes
+    assert found.name == "stage 1" and found.evidence == []
 
 
 def test_a_stage_1_that_keeps_all_states_is_none_of_these(world_of):
@@ -303,6 +372,17 @@ def test_the_command_names_a_function_of_a_file(tmp_path, capsys):
     assert "This is stage 2, not stage 3" in capsys.readouterr().out
 
 
+def test_what_a_file_prints_is_no_part_of_the_object(tmp_path, capsys):
+    file = tmp_path / "steps.py"
+    file.write_text(
+        "print('read')\n" + STEPS.replace("    return", "    print('made')\n    return")
+    )
+    assert main(["identify", f"{file}:make", "--ranks", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["name"] == "stage 2"
+    assert "read" in captured.err and "made" in captured.err
+
+
 @pytest.mark.parametrize(
     ("text", "what", "words"),
     [
@@ -325,7 +405,7 @@ def test_a_file_that_does_not_do_gets_one_sentence(
 
 
 def test_every_name_but_none_can_come_out():
-    assert len(set(NAMES)) == 8
+    assert len(set(NAMES)) == 9
 
 
 def frozen_at_each_collection():

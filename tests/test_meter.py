@@ -111,6 +111,7 @@ def native_collectives():
         "all_reduce": lambda: dist.all_reduce(full),
         "reduce_scatter": lambda: dist.reduce_scatter_single(shard, full),
         "all_gather": lambda: dist.all_gather_single(full, shard),
+        "reduce": lambda: dist.reduce(full, dst=0),
     }.items():
         with Meter() as meter:
             call()
@@ -126,6 +127,7 @@ def test_native_collectives_are_booked_with_their_ring_s_bytes(world_of):
         assert counted["all_reduce"]["all_reduce"] == 2 * 48 * 3 // 4
         assert counted["reduce_scatter"]["reduce_scatter"] == 48 * 3 // 4
         assert counted["all_gather"]["all_gather"] == 48 * 3 // 4
+        assert counted["reduce"]["reduce"] == counted["reduce"]["total"] == 48 * 3 // 4
 
 
 def test_control_is_booked_apart(world_of):

@@ -9,12 +9,14 @@ import torch
 
 from zerolab.cli import main
 from zerolab.course.beside import RULES, measure_peer
-from zerolab.practice import peers
+from zerolab.practice import data, peers
 from zerolab.practice.gpt import GPT
 from zerolab.practice.meter import Meter
 from zerolab.practice.peers import HAS_DEEPSPEED, PEERS, peer_named
 
-OURS = [name for name in PEERS if not name.startswith("deepspeed")]
+OURS = [name for name in RULES if not name.startswith("deepspeed")]
+THEIRS = ["deepspeed-1", "deepspeed-2", "deepspeed-3"]
+where_deepspeed_is = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed here")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -25,6 +27,91 @@ def test_a_peer_holds_and_sends_what_its_rule_derives(world_of, peer, ranks):
     assert compared.sent_bytes["predicted"] == compared.sent_bytes["measured"]
     assert compared.equal
     assert 0 < compared.besides_bytes < 200  # counters of steps
+
+
+@where_deepspeed_is
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("peer", THEIRS)
+def test_deepspeed_holds_and_sends_what_its_rule_derives(world_of, peer, ranks):
+    compared = measure_peer(peer, ranks, world_of(ranks))
+    assert compared.held_bytes["predicted"] == compared.held_bytes["measured"]
+    assert compared.sent_bytes["predicted"] == compared.sent_bytes["measured"]
+    assert compared.equal
+    bucket = 0 if peer == "deepspeed-2" else 2 * 10**7  # stage 2 has let go of it by then
+    assert 0 < compared.besides_bytes - bucket < 200
+
+
+@where_deepspeed_is
+@pytest.mark.parametrize(
+    ("peer", "named", "passes"),
+    [
+        ("deepspeed-1", "stage 1 that all-reduces", 3),
+        ("deepspeed-2", "stage 2 that all-reduces", 3),
+        ("deepspeed-3", "stage 3", 3),
+    ],
+)
+def test_deepspeed_is_named_by_its_bytes(world_of, peer, named, passes):
+    compared = measure_peer(peer, 2, world_of(2))
+    assert compared.named == named
+    sent = compared.sent_bytes["measured"]["total"]
+    assert sent == pytest.approx(passes * 2 * compared.params / 2, rel=1e-3)
+    told = "\n".join(compared.evidence)
+    assert ("a reduce-scatter is enough" in told) == ("all-reduces" in named)
+    assert told in compared.as_text().replace("\n- ", "\n")
+
+
+def masters_after(peer, batches):
+    """This rank's fp32 weights after a step of these micro-batches."""
+    import torch.distributed as dist
+
+    engine = PEERS[peer](GPT())
+    for at in batches:
+        loss = engine.loss(*data.batch(at, dist.get_rank(), dist.get_world_size()))
+        engine.backward(loss / len(batches))
+    engine.step()
+    names = peers.DEEPSPEED_STATES["optimizer_states"]
+    zero = engine.engine.optimizer
+    return torch.cat([p.detach() for name in names for p in getattr(zero, name, [])])
+
+
+@where_deepspeed_is
+@pytest.mark.parametrize("peer", THEIRS)
+def test_deepspeed_adds_up_the_gradients_of_all_backwards_of_a_step(world_of, peer):
+    world = world_of(2)
+    first, turned, last = (world.run(masters_after, peer, b) for b in ((0, 1), (1, 0), (1, 1)))
+    for rank in range(2):
+        # stage 3 leaves the element of padding as it found it
+        assert (first[rank] != turned[rank]).sum() <= 1
+        assert (first[rank] != last[rank]).sum() > 1000
+
+
+@where_deepspeed_is
+def test_the_object_of_a_peer_that_prints_is_alone(capsys):
+    assert main(["measure", "--peer", "deepspeed-2", "--ranks", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["named"] == "stage 2 that all-reduces"
+
+
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [
+        (("single_partition_of_fp32_groups", "averaged_gradients", "ipg_buckets"), 40),
+        (("fp32_of_another_version", "gradients_of_it", "buckets_of_it"), 0),
+    ],
+)
+def test_what_a_deepspeed_of_other_names_holds_has_no_kind_and_no_error(monkeypatch, names, size):
+    engine = GPT()
+    initialize = SimpleNamespace(initialize=lambda **_: (engine,))
+    monkeypatch.setattr(peers, "HAS_DEEPSPEED", True)
+    monkeypatch.setitem(sys.modules, "deepspeed", initialize)
+    peer = peers.DeepSpeed(engine, 2)
+    with Meter() as meter:
+        bucket = SimpleNamespace(buffer=[torch.ones(10)])
+        each = ([torch.ones(10)], {0: [torch.ones(10)], 1: None}, {torch.bfloat16: bucket})
+        engine.optimizer = SimpleNamespace(**dict(zip(names, each, strict=True)))
+        peer.label_states()
+        held = meter.held()
+    assert held["optimizer_states"] == held["gradients"] == held["temporary"] == size
+    assert held["other"] == 3 * (40 - size)
 
 
 def test_a_peer_on_one_rank_sends_nothing(world_of):

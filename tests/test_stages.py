@@ -252,6 +252,27 @@ def test_stages_0_and_1_keep_the_memory_of_their_gradients_and_2_and_3_free_it(w
     assert kept == {0: True, 1: True, 2: False, 3: False}
 
 
+def gradients_of_two_layers_in_a_step_without_the_second(stage):
+    import torch
+
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.sharding import views
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1, False), torch.nn.Linear(2, 1, False))
+    engine = STAGES[stage](model, Comm())
+    engine.backward(model[0].weight.sum() + model[1].weight.sum())
+    engine.step()
+    engine.backward(model[0].weight.sum())
+    (unit,) = engine.units
+    return [grads.tolist() for grads in views(unit.grads(), unit.shapes)]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_step_does_not_use_has_no_gradient_left_from_the_step_before(world_of, stage):
+    seen = world_of(2).run(gradients_of_two_layers_in_a_step_without_the_second, stage)
+    assert seen == [[[[1, 1, 1]], [[0, 0]]]] * 2
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_is_dropped_leaves_no_tensor(world_of, stage):
     job = Job(stage, steps=1, engine=fast(stage))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerolab.course.oracles import delayed
-from zerolab.course.partition import even_shards, greedy_shards, row_shards
+from zerolab.course.partition import even_shards, greedy_shards, row_shards, touched_shards
 from zerolab.theory.memory import held_bytes, padding
 from zerolab.theory.notation import A, L, N_d, Psi, a, b, h, s, t
 from zerolab.theory.offload import (
@@ -116,6 +116,16 @@ def test_greedy_keeps_parameters_whole_and_loses_none(parameters, n):
     assert sum(loads) == sum(parameters)
     assert max(loads) >= max(parameters, default=0)
     assert max(loads) <= sum(parameters) / n + max(parameters, default=0)
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), ranks, st.sampled_from([1, 2]))
+def test_a_rank_touches_the_parameters_that_its_chunk_shares_an_element_with(parameters, n, step):
+    owners = [e // max(even_shards(sum(parameters), n, step)) for e in range(sum(parameters))]
+    parts = [{owners.pop(0) for _ in range(size)} for size in parameters]
+    assert touched_shards(parameters, n, step) == tuple(
+        sum(size for size, part in zip(parameters, parts, strict=True) if rank in part)
+        for rank in range(n)
+    )
 
 
 def test_torch_chunk_leaves_trailing_ranks_empty():

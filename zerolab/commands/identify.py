@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 DESCRIPTION = """FUNCTION(model, comm) gets a small GPT with fp32 weights, the same on every rank,
@@ -32,7 +34,8 @@ def _identify(options: argparse.Namespace) -> int:
     file, colon, function = options.what.rpartition(":")
     if not (file and colon and function):
         raise ValueError(f"{options.what!r} names no function: write FILE:FUNCTION.")
-    load(file, function)  # what is wrong with the file is said before ranks start
-    found = identify((file, function), options.ranks, options.claim, options.timeout)
+    with redirect_stdout(sys.stderr):  # what the file prints is no part of the result
+        load(file, function)  # what is wrong with the file is said before ranks start
+        found = identify((file, function), options.ranks, options.claim, options.timeout)
     print(json.dumps(found.as_dict(), indent=2) if options.json else found.as_text())
     return 0 if found.agrees else 1

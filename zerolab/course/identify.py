@@ -15,14 +15,17 @@ from zerolab.theory.values import one_of
 DATA_PARALLEL, SHARD_GRAD_OP, HYBRID, NONE = (
     "data parallel", "SHARD_GRAD_OP", "hybrid", "none of these",
 )  # fmt: skip
-STAGE_1, ALL_REDUCING, STAGE_2, STAGE_3 = (
-    "stage 1", "stage 1 that all-reduces", "stage 2", "stage 3",
+STAGE_1, STAGE_2, STAGE_3 = "stage 1", "stage 2", "stage 3"
+ALL_REDUCING = " that all-reduces"
+NAMES = (
+    DATA_PARALLEL, STAGE_1, STAGE_1 + ALL_REDUCING, STAGE_2, STAGE_2 + ALL_REDUCING, STAGE_3,
+    SHARD_GRAD_OP, HYBRID, NONE,
 )  # fmt: skip
-NAMES = (DATA_PARALLEL, STAGE_1, ALL_REDUCING, STAGE_2, STAGE_3, SHARD_GRAD_OP, HYBRID, NONE)
 # the stage that holds alike, and the schedule that sends alike
 _THEORY: dict[str, tuple[int, int | str]] = {
-    DATA_PARALLEL: (0, 0), STAGE_1: (1, 1), ALL_REDUCING: (1, "lecture-stage-1"), STAGE_2: (2, 2),
-    STAGE_3: (3, 3), SHARD_GRAD_OP: (3, "shard-grad-op"),
+    DATA_PARALLEL: (0, 0), STAGE_1: (1, 1), STAGE_1 + ALL_REDUCING: (1, "lecture-stage-1"),
+    STAGE_2: (2, 2), STAGE_2 + ALL_REDUCING: (2, "lecture-stage-1"), STAGE_3: (3, 3),
+    SHARD_GRAD_OP: (3, "shard-grad-op"),
 }  # fmt: skip
 NEAR = 0.12  # how far from a whole number of parts a kind may be: small buffers, uneven shards
 LIMIT_S = 60.0
@@ -118,7 +121,7 @@ def name_it(seen: list[Seen], ranks: int, claimed: str | None = None) -> Identif
     held, kept, sent, elements = (
         _mean([getattr(s, name) for s in seen]) for name in ("held", "kept", "sent", "elements")
     )
-    held = _by_kind(held, first, ranks)
+    buffers, held = held.get("temporary", 0), _by_kind(held, first, ranks)
     parts = {kind: _parts(held[kind], whole, ranks) for kind, whole in _whole(first).items()}
     passes = _passes(elements, first.params, ranks)
     more = first.elements_of_2
@@ -142,6 +145,8 @@ def name_it(seen: list[Seen], ranks: int, claimed: str | None = None) -> Identif
         claimed=claimed,
     )
     evidence += _giveaways(made, passes, of_2, first)
+    if buffers > NEAR * sum(held.values()):
+        evidence.append(f"Its buffers have {buffers:,} bytes besides.")
     if not made.agrees:
         evidence += _against(str(claimed), made, first)
     return made
@@ -168,9 +173,12 @@ def _whole(seen: Seen) -> dict[str, int]:
 
 
 def _by_kind(held: dict[str, int], seen: Seen, ranks: int) -> dict[str, int]:
-    """The three kinds: what nobody named are states, gathered parameters are parameters."""
+    """The three kinds: what nobody named are states, gathered parameters are parameters.
+
+    Buffers, which somebody named temporary, are left out.
+    """
     parameters = held.get("parameters", 0) + held.get("gathered", 0)
-    states = sum(held.get(kind, 0) for kind in ("optimizer_states", "other", "temporary"))
+    states = held.get("optimizer_states", 0) + held.get("other", 0)
     if parameters < seen.params * seen.element / ranks / 2:  # shards that nobody named
         nameless = seen.params * seen.element // ranks - parameters
         parameters, states = parameters + nameless, states - nameless
@@ -191,7 +199,7 @@ def _parts(size: int, whole: int, ranks: int) -> int | None:
 def _passes(elements: dict[str, int], params: int, ranks: int) -> dict[str, float]:
     """Passes over all parameters, of Ψ(N-1)/N elements each; an all-reduce makes two."""
     unit = params * (ranks - 1) / ranks
-    kinds = {"all_reduce": ("all_reduce",), "reduce": ("reduce_scatter", "all_to_all"),
+    kinds = {"all_reduce": ("all_reduce",), "reduce": ("reduce_scatter", "reduce", "all_to_all"),
              "gather": ("all_gather", "broadcast"), "send": ("send",)}  # fmt: skip
     return {kind: sum(elements.get(n, 0) for n in names) / unit for kind, names in kinds.items()}
 
@@ -202,10 +210,8 @@ def _name(parts: dict[str, int | None], passes: dict[str, float], ranks: int) ->
     gathers = round(passes["gather"])
     if (p, g, s) == (1, 1, 1):
         return DATA_PARALLEL if once and gathers == 0 else NONE
-    if (p, g, s) == (1, 1, ranks) and gathers == 1:
-        return ALL_REDUCING if once else STAGE_1
-    if (p, g, s) == (1, ranks, ranks) and gathers == 1:
-        return STAGE_2
+    if (p, s) == (1, ranks) and gathers == 1 and g in (1, None, ranks):
+        return (STAGE_1 if g == 1 else STAGE_2) + (ALL_REDUCING if once else "")
     if (p, g, s) == (ranks,) * 3 and gathers in (1, 2):
         return STAGE_3 if gathers == 2 else SHARD_GRAD_OP
     if p == g == s and p is not None and 1 < p < ranks:
@@ -220,18 +226,23 @@ def _giveaways(
     n, params, parts, said = found.ranks, found.params, found.parts, []
     recipe = _recipe(seen)
     p, g, s = (parts[kind] for kind in _KINDS)
-    at_2 = held_bytes(2, n, params, recipe)["gradients"]
+    at_2 = -(-params // n) * (_whole(seen)["gradients"] // params)
     if p == 1 and g == 1 and s == n and of_2 and of_2["reduce"] > 1.5 * passes["reduce"] > 0:
         said.append(
             "Gradients leave after every backward, as at stage 2, but a rank still holds "
             f"{found.held_bytes['gradients']:,} bytes of them, where stage 2 holds {at_2:,}."
         )
     total, due = found.sent_bytes["total"], sent_bytes(1, n, params, recipe)["total"]
-    if found.name == ALL_REDUCING:
-        each = total / params * n / (n - 1)
+    if found.name.endswith(ALL_REDUCING):
+        each, plain = total / params * n / (n - 1), found.name.removesuffix(ALL_REDUCING)
         said.append(
-            f"It sends {total:,} bytes a step, {each:.0f}Ψ(N-1)/N, where stage 1 needs {due:,}: a "
+            f"It sends {total:,} bytes a step, {each:.0f}Ψ(N-1)/N, where {plain} needs {due:,}: a "
             "rank uses only its slice of the sums, so a reduce-scatter is enough."
+        )
+    if found.name.startswith(STAGE_2) and g is None:
+        said.append(
+            f"A rank holds {found.held_bytes['gradients']:,} bytes of gradients, where its slice "
+            f"has {at_2:,}."
         )
     if s == 1 and passes["gather"] > 0.5:
         size = held_bytes(1, n, params, recipe)["optimizer_states"]

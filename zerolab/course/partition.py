@@ -27,3 +27,19 @@ def greedy_shards(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     for size in sorted((whole("a parameter's size", s) for s in sizes), reverse=True):
         loads[loads.index(min(loads))] += size
     return tuple(loads)
+
+
+def touched_shards(sizes: Sequence[int], ranks: int, multiple: int = 1) -> tuple[int, ...]:
+    """Elements of the whole parameters that each rank's chunk of a flat buffer has a part of.
+
+    The buffer is cut as by `even_shards`. DeepSpeed's stage 2 keeps so much of the gradients: 3 and
+    3 elements over 2 ranks are 3 and 3, but 2 and 4 are 6 and 4.
+    """
+    loads = [0] * whole("ranks", ranks, 1)
+    chunk, start = -(-sum(sizes) // (ranks * multiple)) * multiple or 1, 0
+    for size in sizes:
+        stop = start + whole("a parameter's size", size)
+        for rank in range(start // chunk, -(-stop // chunk)):
+            loads[rank] += size
+        start = stop
+    return tuple(loads)

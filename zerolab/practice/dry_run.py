@@ -117,7 +117,7 @@ class ModuleMeter(Meter):
 
     def __init__(self) -> None:
         super().__init__(fakes=True)
-        self.phase = ""
+        self.phase = "before forward"
         self.peaks: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,8 +198,11 @@ def _lacks(what: str) -> str:
 def dry_count(job: DryJob) -> DryCount:
     """Runs the job's step and returns what the meter saw; ValueError for what cannot be run."""
     if job.peer is not None and job.peer not in DRY_PEERS:
-        names = ", ".join(DRY_PEERS)
-        raise ValueError(f"The peer {job.peer!r} cannot run without memory: choose one of {names}.")
+        names = " or ".join(DRY_PEERS)
+        raise ValueError(
+            f"The peer {job.peer!r} has no dry run: choose {names}, or measure it on real ranks, "
+            "without --dry-run."
+        )
     if job.tokens > job.model.context:
         raise ValueError(
             f"{job.tokens:,} tokens are more than {job.model.name} looks back on: give at most "
@@ -228,8 +231,9 @@ def dry_count(job: DryJob) -> DryCount:
                 else:
                     comm = OneBookingComm()
                     engine = STAGES[job.stage](model, comm, recipe=job.recipe, **job.engine)
-                    if job.stage < 2:  # these keep the memory of their gradients between steps
-                        _step(engine, job, meter)
+                    if job.stage < 2:  # a step before this has left the memory of its gradients
+                        for unit in engine.units:
+                            unit._buffer()
                 meter.watch(model)
                 meter.sent.clear()
                 meter.peaks.clear()

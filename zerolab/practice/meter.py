@@ -262,10 +262,12 @@ def _of_each(largest: int, total: int, n: int) -> int:
 
 
 # What one rank hands to others in a call of torch.distributed, from the largest tensor among the
-# call's arguments (the unsharded one), all tensors together, and the number of ranks.
+# call's arguments (the unsharded one), all tensors together, and the number of ranks; the average
+# over ranks where one of them is the root.
 _NATIVE: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
     "send": ("send", lambda largest, total, n: largest),
     "broadcast_": ("broadcast", lambda largest, total, n: largest * (n - 1) // n),
+    "reduce_": ("reduce", lambda largest, total, n: largest * (n - 1) // n),
     "allreduce_": ("all_reduce", lambda largest, total, n: 2 * total * (n - 1) // n),
     "allreduce_coalesced_": ("all_reduce", lambda largest, total, n: 2 * total * (n - 1) // n),
     "_reduce_scatter_base_": ("reduce_scatter", lambda largest, total, n: largest * (n - 1) // n),

@@ -28,7 +28,7 @@ from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.measure import digest, loopback_at_rest
 from zerolab.practice.meter import Meter, hear_resizes, label
-from zerolab.practice.peers import local, peer_named
+from zerolab.practice.peers import Peer, local, peer_named
 
 MODEL = GPTConfig()
 Make = Callable[..., Any]
@@ -64,16 +64,23 @@ class Seen:
 
 
 class Witness(Meter):
-    """A meter that counts what is sent in elements as well, whatever their size."""
+    """A meter that counts what is sent in elements as well, whatever their size.
+
+    An all-reduce of one element, a norm or a flag, is control and no state.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.elements: Counter[str] = Counter()
 
     def _book(self, op: str, args: Any) -> None:
-        before = Counter(self.sent)
+        before, sending = Counter(self.sent), self.sending
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        if op == "allreduce_" and sum(t.numel() for t in tensors) == 1:
+            self.sending = "control"
         super()._book(op, args)
-        size = next((t.element_size() for t in tree_leaves(args) if isinstance(t, Tensor)), 1)
+        self.sending = sending
+        size = next((t.element_size() for t in tensors), 1)
         for name, num_bytes in (self.sent - before).items():
             self.elements[name] += num_bytes // size
 
@@ -250,6 +257,8 @@ class _Training:
 
     def _look(self) -> dict[int, tuple[int, str]]:
         """What lives now; parameters and gradients get names if they have none."""
+        if isinstance(self.engine, Peer):
+            self.engine.label_states()
         for parameter in _parameters(self.model, self.engine):
             self.element = parameter.element_size()
             for tensor, kind in ((parameter, "parameters"), (parameter.grad, "gradients")):

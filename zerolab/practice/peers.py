@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamWOptions
-from zerolab.practice.meter import label, watching
+from zerolab.practice.meter import label, tensors_in, watching
 
 Step = Callable[[Tensor, Tensor], Tensor]
 OPTIONS = AdamWOptions()
@@ -163,8 +163,21 @@ FREE_AFTER_USE = {
 }
 
 
+# Where DeepSpeed keeps what, by the attributes of its ZeRO optimizers. Moments are where torch's
+# AdamW keeps them; a version without one of these names leaves what it holds there without a kind.
+DEEPSPEED_STATES = {
+    "parameters": ("fp16_partitioned_groups_flat",),
+    "gradients": ("all_grad_tensors", "averaged_gradients", "grad_partitions_flat_buffer"),
+    "optimizer_states": ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"),
+}
+
+
 class DeepSpeed(Peer):
-    """DeepSpeed's engine at a stage, in bf16 on the CPU."""
+    """DeepSpeed's engine at a stage, in bf16 on the CPU.
+
+    It is told that `step` ends a step, where by default a number of backwards does: so gradients of
+    any number are added up, and stage 1 keeps them whole until `step` and reduces them there.
+    """
 
     def __init__(self, model: nn.Module, stage: int) -> None:
         if not HAS_DEEPSPEED:
@@ -176,6 +189,7 @@ class DeepSpeed(Peer):
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": 10**9,
+            "managed_gradient_accumulation": False,
             "zero_optimization": ZERO | (FREE_AFTER_USE if stage == 3 else {}) | {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": True},
@@ -195,6 +209,16 @@ class DeepSpeed(Peer):
         if watching():
             self.label_states()
         self.engine.step()
+
+    def label_states(self) -> None:
+        """Adds DeepSpeed's own flat tensors; its reduce buckets are temporary."""
+        super().label_states()
+        zero = getattr(self.engine, "optimizer", None)
+        for kind, names in DEEPSPEED_STATES.items():
+            for name in names:
+                _label(tensors_in(getattr(zero, name, None)), kind)
+        for bucket in getattr(zero, "ipg_buckets", {}).values():
+            _label(tensors_in(getattr(bucket, "buffer", None)), "temporary")
 
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None

@@ -117,8 +117,9 @@ class Unit:
     def grads(self) -> Tensor:
         """`full_grads`, with zeros where no gradient has come."""
         full = self._buffer()
+        parts = views(full, self.shapes) if self._unwritten else []
         for place in self._unwritten:
-            views(full, self.shapes)[place].zero_()
+            parts[place].zero_()
         self._unwritten.clear()
         return full
 
