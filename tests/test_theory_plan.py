@@ -258,6 +258,12 @@ def test_typed_forms():
         "device": "nvme", "pin_memory": True, "nvme_path": "NVME_FOLDER"}  # fmt: skip
 
 
+@pytest.mark.parametrize(("stage", "said"), [(1, True), (2, True), (3, False)])
+def test_deepspeed_is_told_to_send_what_the_plan_says(stage, said):
+    zero = deepspeed_config(plan(7e9, 8, Strategy(stage)))["zero_optimization"]
+    assert zero.get("use_multi_rank_bucket_allreduce") is (False if said else None)
+
+
 def test_typed_forms_follow_the_recipe():
     def typed(recipe):
         p = plan("gpt2", "dgx-a100", Strategy(3, recipe))

@@ -54,6 +54,8 @@ def deepspeed_config(p: Plan) -> dict:
     s, recipe = p.strategy, recipe_named(p.strategy.recipe)
     off = {"offload_optimizer": s.optimizer_on, "offload_param": s.parameters_on}
     zero: dict = {"stage": s.stage}
+    if s.stage in (1, 2):  # by default it all-reduces: three passes over the gradients' size, not 2
+        zero["use_multi_rank_bucket_allreduce"] = False
     for key, tier in off.items():
         if tier != "gpu":
             path = {"nvme_path": "NVME_FOLDER"} if tier == "nvme" else {}
