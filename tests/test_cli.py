@@ -1,6 +1,7 @@
 """The command: what it prints, what it returns, and one sentence for what cannot be done."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_measure_exits_with_1_when_derived_and_counted_differ(capsys, monkeypatc
         ("measure --stage 1 --ranks 2 --prefetch", "no prefetch: it begins with stage 3"),
         ("measure --stage 0 --ranks 2 --device-memory 1MB", "stage 1 would hold 626,004 bytes"),
         ("train --stage 0 --ranks 2 --device-memory 1MB", "stage 1 would hold 626,004 bytes"),
+        ("measure --stage 1 --ranks 2 --device-memory 1e400", "must be more than 0"),
+        ("measure --stage 1 --ranks 2 --offload optimizer=cpu,optimizer=disk", "twice"),
+        ("measure --stage 1 --ranks 2 --offload-folder x", "needs --offload"),
+        ("measure --stage 1 --ranks 2 --offload optimizer=cpu --time --steps 3", "out --steps"),
+        ("doctor --json", "need --rates"),
+        ("doctor --ranks 3", "need --rates"),
+        ("lab --port 0", "from 1 to 65535, not 0"),
+        ("lab --port 65536", "from 1 to 65535, not 65536"),
         ("fly", "fly"),
         ("", "COMMAND"),
     ],
@@ -132,6 +141,86 @@ def test_what_makes_no_sense_gets_one_sentence_and_exit_2(capsys, arguments, wor
     assert words in err
     assert err.count("\n") == 1, err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--cluster", ""], "zerolab: an argument after --cluster is empty"),
+        (["train", "--stage", "1", "--checkpoint", " "], "after --checkpoint is empty"),
+        (["measure", "--ranks", "2", "--stage", "1", "--offload="], "an argument is empty"),
+        (["release", ""], "an argument is empty"),
+    ],
+)
+def test_an_empty_word_is_a_variable_that_is_not_set(capsys, words, said):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert said in captured.err
+
+
+def test_an_error_of_several_lines_is_said_in_one(capsys, monkeypatch):
+    import zerolab.practice.doctor as module
+
+    def broken():
+        raise RuntimeError("first\n  second")
+
+    monkeypatch.setattr(module, "examine", broken)
+    assert run(capsys, "doctor") == (2, "", "zerolab doctor: first second\n")
+
+
+def test_a_package_that_is_missing_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zerolab.theory.plan", None)
+    code, out, err = run(capsys, "plan --params 7e9 --ranks 8 --stage 1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "zerolab.theory.plan" in err and "zerolab doctor says what is missing" in err
+
+
+# ---- where what is printed goes
+
+
+PLAN = f"{sys.executable} -m zerolab plan --params 7e9 --ranks 8 --stage 1"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        (f"{PLAN} --why | true", 141, ""),
+        (f"{PLAN} --stage 9 2>&1 | true", 2, ""),
+        (f"{PLAN} > /dev/full", 2, "zerolab plan: [Errno 28] No space left on device\n"),
+        (f"{PLAN} >&-", 0, ""),
+        (f"{PLAN} > /dev/null 2>&-", 0, ""),
+        (f"{PLAN} --stage 9 2>&-", 2, ""),
+        (f"{PLAN} --stage 9 2> /dev/full", 2, ""),
+        (f"{sys.executable} -m zerolab plan --nonsense 2> /dev/full", 2, ""),
+        (f"{PLAN} > /dev/null <&-", 0, ""),
+    ],
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_wherever_the_output_goes_the_end_is_quiet_or_a_sentence(line, code, said, unbuffered):
+    # a pipe's reader has gone before the first word is printed; its writer's code is told
+    line = line.replace("| true", "| (exec <&-; sleep 1)")
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    assert (done.returncode, done.stderr) == (code, said)
+    assert "Traceback" not in done.stdout
+
+
+def test_progress_that_nobody_hears_ends_a_training_quietly():
+    line = f"{sys.executable} -m zerolab train --stage 0 --ranks 1 --steps 100000 --every 1"
+    done = subprocess.run(
+        ["bash", "-c", f"{line} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (141, "")
+    assert done.stdout.startswith("step 1 of 100,000")
 
 
 def test_doctor_says_a_line_each_and_all_is_well_here(capsys):

@@ -150,6 +150,25 @@ def test_what_does_not_fit_is_told_what_to_try(run, answer):
     assert "What to try" not in run(f"{LLAMA} --stage 2 --recompute full")[1]
 
 
+def test_the_largest_numbers_together_are_a_plan(answer):
+    most = "--sequence 1e18 --micro-batch 1e18 --accumulation 1024 --frozen 1 --nodes 1e17"
+    shown = answer(f"--params 1e18 --cluster dgx-a100 --stage 3 {most}")
+    assert shown["verdict"] == "fits" and shown["step_s"] > 1e30
+
+
+def test_advice_for_a_huge_micro_batch_is_as_quick_as_for_one_and_can_be_typed(answer, monkeypatch):
+    from zerolab.theory import plan as module
+
+    asked = []
+    steps = module.step_tasks
+    monkeypatch.setattr(module, "step_tasks", lambda *a: asked.append(a[-1]) or steps(*a))
+    advice = answer(f"{LLAMA} --stage 3 --micro-batch 1000000")["next"]
+    assert asked == [1], "only the plan that is shown needs its timeline"
+    assert all("--accumulation" not in line for line in advice)
+    advice = answer(f"{LLAMA} --stage 3 --micro-batch 1000")["next"]
+    assert "--accumulation 1000" in advice[0]
+
+
 def test_the_fastest_is_named_as_one_would_type_it(run, answer):
     code, out, _ = run(f"{LLAMA} --fastest")
     assert code == 0
@@ -272,6 +291,12 @@ SMALL = "--params 7e9 --ranks 8"
         ("--params 7e9 --ranks -8 --stage 1", "not -8"),
         ("--params 0 --ranks 8 --stage 1", "params must be a whole number of at least 1"),
         ("--params inf --ranks 8 --stage 1", "not inf"),
+        ("--params 1e300 --ranks 8 --stage 1", "params must be at most 1e18"),
+        (f"{LLAMA} --stage 1 --micro-batch 1e308", "micro_batch must be at most 1e18"),
+        (f"{LLAMA} --stage 1 --sequence 1e308", "sequence must be at most 1e18"),
+        (f"{LLAMA} --stage 1 --nodes 1e19", "nodes must be at most 1e18"),
+        (f"{LLAMA} --stage 1 --accumulation 1025", "accumulation must be at most 1024"),
+        (f"{LLAMA} --fastest --accumulation 1e9", "accumulation must be at most 1024"),
         ("--model llama-7b --ranks 8 --stage 1", "the nearest are llama2-7b"),
         ("--model llama9 --stage 2", "the nearest are llama3-8b"),
         ("--model llama9", "the nearest are llama3-8b"),

@@ -444,6 +444,11 @@ def test_training_in_fp16_tells_its_loss_scale_and_what_was_skipped(capsys):
         ("--stage 1 --clip nan", "above 0"),
         ("--stage 1 --recipe adam-9000", "adamw-mixed"),
         ("--stage 1 --resume", "--checkpoint DIR"),
+        ("--stage 1 --steps 1 --seed 4294967296", "below 4294967296"),
+        ("--stage 1 --steps 1 --seed -99999999999999999999", "below 4294967296"),
+        ("--stage 1 --steps 1 --offload-folder x", "needs --offload"),
+        ("--stage 1 --steps 1 --checkpoint pyproject.toml", "into a folder: File exists"),
+        ("--stage 1 --steps 1 --checkpoint pyproject.toml/x", "into a folder: Not a directory"),
         ("--stage 1 --resume --checkpoint nowhere", "There is no checkpoint in"),
         ("", "--stage"),
     ],
@@ -453,6 +458,15 @@ def test_what_makes_no_training_gets_one_sentence_and_exit_2(capsys, arguments, 
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1, err
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_the_first_step(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    code, out, err = run(capsys, f"train --stage 1 --steps 1 --checkpoint {tmp_path}")
+    assert (code, out) == (2, "")
+    assert err == f"zerolab train: --checkpoint {tmp_path}: the folder is not writable\n"
 
 
 def test_ctrl_c_ends_with_a_sentence_and_the_last_checkpoint_stays(capsys, tmp_path):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
+
+from zerolab.commands import expect_folder
 
 
 def add_grade(commands: Any) -> None:
@@ -69,21 +72,15 @@ def run(a: argparse.Namespace) -> int:
 def _expect_places(out: Path | None, feedback: Path | None) -> None:
     """ValueError, before anything is graded, where the results could not be written."""
     if out:
-        if out.is_dir() or out.suffix == ".parts":
+        other = os.path.lexists(out) and not stat.S_ISREG(os.lstat(out).st_mode)
+        if other or out.suffix == ".parts":  # a device or a link would be replaced by the table
             raise ValueError(f"--out {out} must be a file, such as grades.csv")
         if not out.parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.parent}")
         if not os.access(out.parent, os.W_OK):
             raise ValueError(f"--out {out}: the folder {out.parent} is not writable")
     if feedback:
-        try:
-            feedback.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--feedback {feedback} cannot be made into a folder: {error.strerror}"
-            ) from None
-        if not os.access(feedback, os.W_OK):
-            raise ValueError(f"--feedback {feedback}: the folder is not writable")
+        expect_folder("--feedback", feedback)
 
 
 def _as_text(rows: list[list[str]]) -> str:

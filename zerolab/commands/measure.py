@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from zerolab.commands.offload import add_offload, add_time, measure_below
+from zerolab.commands.offload import add_offload, add_time, expect_offload, measure_below
 
 DRY_ONLY = {"model", "tokens", "recompute", "rank"}
 OF_A_STAGE = {"recipe", "clip", "overlap", "prefetch", "device_memory", "offload"}
@@ -59,6 +59,7 @@ def _measure(options: argparse.Namespace) -> int:
         raise ValueError(f"A peer has ways of its own: leave out {_typed(extra)}.")
     if options.offload and (extra := (NOT_OFFLOADED | DRY_ONLY) & set(given)):
         raise ValueError(f"With --offload leave out {_typed(extra)}.")
+    expect_offload(options)
     if options.offload:
         return measure_below(options)
     if options.time:

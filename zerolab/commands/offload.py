@@ -20,6 +20,12 @@ def add_offload(parser: Any) -> None:
     parser.add_argument("--offload-folder", metavar="DIR", help="where files of the disk tier go")
 
 
+def expect_offload(arguments: argparse.Namespace) -> None:
+    """ValueError for a folder of files that nothing goes to."""
+    if arguments.offload_folder and not arguments.offload:
+        raise ValueError("--offload-folder needs --offload, as in --offload optimizer=disk.")
+
+
 def add_time(parser: Any) -> None:
     """Adds --time, which needs --offload."""
     text = "with --offload: predict a step's time from this machine's rates, beside the clock's"
@@ -57,6 +63,8 @@ def measure_below(arguments: argparse.Namespace) -> int:
     if a.stage is None:
         raise ValueError("--offload needs --stage: what is below the device depends on it.")
     recipe = a.recipe or "adamw-mixed"
+    if a.time and a.steps is not None:
+        raise ValueError("--time chooses its steps itself: leave out --steps.")
     if a.time:
         report = time_offload(a.stage, a.ranks, offload_of(a), recipe)
         print(json.dumps(report.as_dict(), indent=2) if a.json else report.as_text())

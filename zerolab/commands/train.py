@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerolab.practice.precision import LossScale
 
-from zerolab.commands.offload import add_offload, offload_of
+from zerolab.commands import expect_folder
+from zerolab.commands.offload import add_offload, expect_offload, offload_of
 
 CALL_STEPS = 5  # steps between two signs of life
 CALL_LIMIT_S = 3600.0  # for one call: training is slow on some machines, and Ctrl-C is there
+LARGEST_SEED = 2**32  # each rank makes a seed of its own of it, which torch keeps in 64 bits
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -94,6 +96,9 @@ def _refuse_nonsense(a: argparse.Namespace, there: list[str]) -> None:
             raise ValueError(f"{given} trains nothing: it must be at least 1.")
     if not a.clip > 0:
         raise ValueError(f"--clip {a.clip:g} leaves no gradient: it must be above 0.")
+    if abs(a.seed) >= LARGEST_SEED:
+        raise ValueError(f"--seed {a.seed} is too large: it must be below {LARGEST_SEED}.")
+    expect_offload(a)
     if a.offload:
         offload_of(a).check(a.stage, a.recipe)
     if a.resume and not a.checkpoint:
@@ -103,6 +108,8 @@ def _refuse_nonsense(a: argparse.Namespace, there: list[str]) -> None:
             f"{a.checkpoint} already holds {there[-1]}: add --resume to go on from it, or name "
             "another folder."
         )
+    if a.checkpoint and (a.checkpoint.is_dir() or not a.resume):
+        expect_folder("--checkpoint", a.checkpoint)  # not only when the first one is saved
 
 
 def _run(a: argparse.Namespace, progress: _Progress) -> None:

@@ -55,6 +55,10 @@ def has_display() -> bool:
 
 def require_free(port: int) -> None:
     """Raise LabError if somebody listens there: JupyterLab would answer with a page of log."""
+    if not 0 < port < 65536:
+        raise LabError(
+            f"--port must be from 1 to 65535, not {port}; without it a free one is taken."
+        )
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise LabError(f"Port {port} is in use; leave out --port and a free one is taken.")

@@ -17,6 +17,7 @@ from zerolab.practice.world import RankError, World
 from zerolab.theory.memory import held_bytes
 from zerolab.theory.traffic import sent_bytes
 
+LIMIT_S = 3600.0  # for a world of its own: the number of steps is anybody's, and Ctrl-C is there
 KINDS = ("parameters", "gradients", "optimizer_states", "total")
 
 
@@ -118,7 +119,7 @@ def measure(
     _refuse_nonsense(job)
     if world is None:
         toy: dict[str, Any] = {} if device_memory is None else {"device_memory": device_memory}
-        with World(ranks, **toy) as own_world:
+        with World(ranks, LIMIT_S, **toy) as own_world:
             return _compare(job, own_world, bool(toy))
     return _compare(job, world)
 
@@ -146,7 +147,8 @@ def _compare(job: Job, world: World, on_toy_device: bool = False) -> Comparison:
         if not advice:
             raise
         raise RankError(f"{error}. {advice}", error.rank, error.where) from None
-    with World(1) if on_toy_device else nullcontext(world) as whole:  # one process needs more room
+    # one process needs more room than a toy device has
+    with World(1, LIMIT_S) if on_toy_device else nullcontext(world) as whole:
         weights, digest = whole.run(train_in_one_process, job, ranks, ranks=[0])[0]
     first = counts[0]
     held, sent = _predicted(job, ranks, first)

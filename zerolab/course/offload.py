@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zerolab.course.columns import derived_and_counted
+from zerolab.course.measure import LIMIT_S
 from zerolab.practice.measure import Job, train_in_one_process
 from zerolab.practice.offload import Offload
 from zerolab.practice.offload_count import OffloadCount, count_offloaded
@@ -110,7 +111,7 @@ def measure_offload(
         raise ValueError(f"{steps} steps show nothing: train for at least {least}.")
     job = Job(stage, recipe, steps=steps, **more)
     if world is None:
-        with World(ranks) as own_world:
+        with World(ranks, LIMIT_S) as own_world:
             return _compare(job, offload, own_world)
     return _compare(job, offload, world)
 

@@ -113,7 +113,7 @@ def load(file: str, function: str) -> Make:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}.") from error
     found = getattr(module, function, None)
     if not callable(found):

@@ -91,7 +91,8 @@ def model(which: str | float | Model, tied: bool | None = None) -> Model:
     elif isinstance(which, Model):
         found = which
     else:
-        found = Model(f"{which:.0f} parameters", given=whole("params", which, 1))
+        params = whole("params", which, 1)
+        found = Model(f"{params} parameters", given=params)
     if tied in (None, found.tied):
         return found
     if found.given:

@@ -5,7 +5,8 @@ machine, see `ASSUMES`: good for comparing plans, not for promising seconds.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 from zerolab.theory import residual
 from zerolab.theory.catalog import GPUS, Cluster, Model
@@ -60,7 +61,11 @@ class Plan:
     tiers: dict[str, str]  # where each kind of state stays
     residuals: tuple[Residual, ...]
     fits: tuple[Fit, ...]
-    timeline: Timeline | None
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The step's timeline, or None where a speed that it needs is not given."""
+        return _timeline(self)
 
     @property
     def leaves_out(self) -> str:
@@ -151,7 +156,6 @@ def _fits(
 
 
 def _timeline(p: Plan) -> Timeline | None:
-    """The step's timeline, or None where a speed that it needs is not given."""
     m, c, s = p.model, p.cluster, p.strategy
     tokens, group = s.micro_batch * (s.sequence or m.sequence), s.group or p.ranks
     if not c.gpu or not tokens:
@@ -211,5 +215,4 @@ def plan(
     tiers = dict(zip(KINDS, (s.parameters_on, gradients_on, s.optimizer_on), strict=True))
     residuals = _residuals(m, c, s, size)
     fits = _fits(c, held, tiers, residuals)
-    untimed = Plan(m, c, s, data_parallel, size, held, sent, tiers, residuals, fits, None)
-    return replace(untimed, timeline=_timeline(untimed))
+    return Plan(m, c, s, data_parallel, size, held, sent, tiers, residuals, fits)

@@ -8,6 +8,8 @@ from zerolab.theory.notation import TIERS
 from zerolab.theory.residual import RECOMPUTE
 from zerolab.theory.values import one_of, whole
 
+MOST_MICRO_BATCHES = 1024  # of a step: each has its tasks in the timeline
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -43,6 +45,8 @@ class Strategy:
         one_of("Recomputation", self.recompute, RECOMPUTE)
         for name in ("micro_batch", "accumulation", "tensor_parallel"):
             whole(name, getattr(self, name), 1)
+        if self.accumulation > MOST_MICRO_BATCHES:
+            raise ValueError(f"accumulation must be at most {MOST_MICRO_BATCHES}.")
         for name in ("sequence", "group", "frozen", "prefetch"):
             whole(name, getattr(self, name))
         for what in ("optimizer_on", "parameters_on", "checkpoints_on"):

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from math import isfinite
+from math import inf
 from typing import TypeVar
 
 T = TypeVar("T")
+MOST = 10**18  # of anything: products of larger numbers are no floats any more
 
 
 def whole(name: str, value: float, least: int = 0) -> int:
     """`value` as an exact int of at least `least`; 7.5e9 is welcome, 0.5, True and "8" are not."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not number or int(value) != value or value < least:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and MOST < value < inf:
+        raise ValueError(f"{name} must be at most 1e18.")
+    if not number or not least <= value < inf or int(value) != value:
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
     return int(value)
 
