@@ -311,6 +311,8 @@ def test_the_command_names_a_function_of_a_file(tmp_path, capsys):
         (STEPS, "other.py:make", "no file"),
         ("def make(:", "steps.py:make", "cannot be run: SyntaxError"),
         ("import nothing_like_it", "steps.py:make", "cannot be run: ModuleNotFoundError"),
+        ("import sys; sys.exit(3)", "steps.py:make", "cannot be run: SystemExit: 3"),
+        ("raise ValueError('a\\nb')", "steps.py:make", "cannot be run: ValueError: a b"),
     ],
 )
 def test_a_file_that_does_not_do_gets_one_sentence(
