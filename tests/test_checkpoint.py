@@ -304,6 +304,23 @@ def test_the_last_two_are_kept_and_a_finished_one_is_never_overwritten(world_of,
         world.run(save, tmp_path, 6)
 
 
+def test_other_things_in_the_folder_are_no_checkpoints_and_stay(world_of, tmp_path):
+    world = world_of(2)
+    for name in ("step-by-step", "step-notes.partial", "step-5", "step-00000099-copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("kept")
+    (tmp_path / "step-zero.txt").write_text("kept")
+    mine = set(tmp_path.rglob("*"))
+    good = trained(world, tmp_path, stage=1)
+    for steps in (5, 6):
+        world.run(save, tmp_path, steps)
+    assert [path.name for path in snapshots.finished(tmp_path)] == [
+        "step-00000005", "step-00000006"]  # fmt: skip
+    assert world.run(load, tmp_path)[0] == (6, {"saved": 6})
+    expect_same(the_state(world), good)
+    assert mine <= set(tmp_path.rglob("*"))
+
+
 # ---- refused in a sentence
 
 
@@ -329,6 +346,11 @@ def altered_manifest(path):
     file.write_text(file.read_text().replace('"steps": 5', '"steps": 4'))
 
 
+def with_manifest(path, text):
+    digest_of_it = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(f"{digest_of_it}\n{text}")
+
+
 DAMAGES = {
     truncated: "__1_0.distcp is not what was saved",
     altered: "__0_0.distcp is not what was saved",
@@ -338,6 +360,9 @@ DAMAGES = {
     lambda path: (path / "manifest.json").unlink(): "manifest.json is missing",
     lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"): "manifest.json is missing or",
     lambda path: (path / "manifest.json").write_bytes(b""): "manifest.json is not what was saved",
+    lambda path: with_manifest(path, "{}"): "manifest.json is not what was saved",
+    lambda path: with_manifest(path, "[1]"): "manifest.json is not what was saved",
+    lambda path: with_manifest(path, "{"): "manifest.json is missing or cannot be read",
 }
 
 
@@ -405,8 +430,7 @@ def with_new_index(path, index):
     _, _, text = (path / "manifest.json").read_text().partition("\n")
     manifest = json.loads(text)
     manifest["files"][".metadata"] = snapshots.fingerprint(path / ".metadata")
-    text = json.dumps(manifest)
-    (path / "manifest.json").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+    with_manifest(path, json.dumps(manifest))
 
 
 def test_a_foreign_checkpoints_index_runs_no_code(world_of, tmp_path):

@@ -417,6 +417,7 @@ def test_no_other_beginning_of_a_formula_gets_through(tmp_path, name):
         (["--out", "nowhere/grades.csv"], "there is no folder"),
         (["--out", "in"], "must be a file"),
         (["--out", "x.parts"], "must be a file"),
+        (["--out", "link.csv"], "must be a file"),
         (["--feedback", "class.csv"], "cannot be made into a folder"),
         (["--feedback", "class.csv/x"], "cannot be made into a folder"),
         (["--class", "class.csv"], "no column student"),
@@ -433,6 +434,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_graded(
     notebook(tmp_path / "in" / "ada" / "05_zero_stage_1.ipynb")
     Path("class.csv").write_text("name\nada\n")
     Path("odd").mkdir()
+    Path("link.csv").symlink_to(os.devnull)  # which the table would replace
     Path("odd/99_x.ipynb").write_text(json.dumps({"cells": [cell("c", "check('99.1', f)")]}))
     assert cli.main(["grade", "in", *options]) == 2
     said = capsys.readouterr().err
@@ -448,6 +450,26 @@ def test_a_grade_that_cannot_be_kept_stops_the_run_and_is_never_left_out(tmp_pat
     (tmp_path / "parts").write_text("a file stands where the folder should be")
     with pytest.raises(RuntimeError, match="cannot be kept"):
         classroom.grade_class(found, classroom.released(), classroom.Store(tmp_path / "parts"))
+
+
+def test_ctrl_c_while_the_workers_begin_ends_those_that_have_begun(tmp_path, monkeypatch):
+    for student in ("ada", "bob"):
+        notebook(tmp_path / "in" / student / "05_zero_stage_1.ipynb")
+    found = classroom.find_submissions(tmp_path / "in", LESSONS)
+    begun, ended = [], []
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            super().start()
+            begun.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(judges.Worker, "grade", lambda *given: ended.append(given[-1].wait(20)))
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        classroom.grade_class(found, classroom.released(), classroom.Store(None))
+    begun[0].join(30)
+    assert (len(begun), ended) == (1, [True]), "it was told to stop"
 
 
 def test_a_judge_that_never_ends_costs_a_few_processes_and_what_was_judged_stands(

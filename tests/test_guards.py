@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zerolab.practice.gpt import GPT, GPTConfig
-from zerolab.practice.world import RankError
+from zerolab.practice.world import RankError, RankTimeout
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import pytest
 
@@ -85,6 +85,7 @@ def without_graph(model, batch):
 
 
 LOSSES = {
+    "a-number": (lambda model, batch: model.loss(*batch).item(), "backward needs the loss as a"),
     "not-a-scalar": (per_token, "a loss that is one number, and this one has the shape [18]"),
     "no-graph": (without_graph, "The loss depends on no parameter that is trained"),
 }
@@ -217,6 +218,137 @@ def test_a_parameter_outside_all_units_is_refused(world_of, stage):
     expect_refusal(lambda: world.run(begin, stage, lambda: Outside(SMALL)), words, "ValueError")
     world.run(begin, stage)
     assert world.run(passes)[0][0] > 0
+
+
+class Units(GPT):
+    """A GPT that says of its units what it is told to."""
+
+    def __init__(self, how):
+        super().__init__(SMALL)
+        self.how = how
+
+    def units(self):
+        return self.how(self)
+
+
+UNITS = {
+    lambda m: None: "TypeError: model.units() must return a list of modules",
+    lambda m: []: "TypeError: model.units() must return a list of modules",
+    lambda m: ["embedding"]: "TypeError: model.units() must return a list of modules",
+    lambda m: dict(m.named_children()): "TypeError: model.units() must return a list of modules",
+    lambda m: set(GPT.units(m)): "TypeError: model.units() must return a list of modules",
+    lambda m: [torch.nn.Linear(2, 2), *GPT.units(m)]: "ValueError: model.units() lists a Linear "
+    "that is not in it",
+    lambda m: [m, m.head]: "ValueError: model.units() lists a Units and, on its own, a Head inside",
+}
+
+
+@pytest.mark.parametrize(("how", "words"), UNITS.items(), ids=range(len(UNITS)))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_that_are_no_list_of_the_model_s_modules_are_refused(world_of, stage, how, words):
+    kind, sentence = words.split(": ")
+    make = lambda: Units(how)  # noqa: E731
+    expect_refusal(lambda: world_of(2).run(begin, stage, make), sentence, kind)
+
+
+def test_units_may_be_any_series_of_modules(world_of):
+    for how in (lambda m: tuple(GPT.units(m)), lambda m: iter(GPT.units(m)), lambda m: [m]):
+        world_of(2).run(begin, 3, lambda how=how: Units(how))
+        assert world_of(2).run(passes)[0][0] > 0
+
+
+def wrap_again(stage):
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.measure import STAGES as ENGINES
+    from zerolab.practice.rank import namespace
+
+    ENGINES[stage](namespace()["engine"].model, Comm())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_is_in_a_stage_goes_into_no_other(world_of, stage):
+    world = world_of(2)
+    world.run(begin, stage)
+    expected = world.run(passes)
+    for other in STAGES:
+        world.run(begin, stage)
+        words = "This model is in a stage already: make a new one"
+        expect_refusal(lambda other=other: world.run(wrap_again, other), words, "ValueError")
+        assert world.run(passes) == expected
+
+
+def offloaded_pass(loss_of):
+    from zerolab.practice import data
+    from zerolab.practice.comm import Comm
+    from zerolab.practice.offload import Offloaded
+
+    comm, model = Comm(), GPT(SMALL)
+    engine, batch = Offloaded(2, model, comm), data.batch(0, comm.rank, comm.world_size, 2, 1)
+    said = ""
+    try:
+        engine.backward(loss_of(model, batch))
+    except ValueError as error:
+        said = str(error)
+    engine.backward(model.loss(*batch))
+    engine.step()
+    engine.close()
+    return said, engine.broken
+
+
+@pytest.mark.parametrize(("loss_of", "words"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_is_none_does_not_break_an_offloaded_engine(world_of, loss_of, words):
+    for said, broken in world_of(2).run(offloaded_pass, loss_of):
+        assert words in said
+        assert broken == ""
+
+
+def step_by(max_norm):
+    from zerolab.practice.rank import namespace
+
+    namespace()["engine"].step(max_norm)
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_largest_norm_that_is_none_is_refused(world_of, stage, max_norm):
+    world = world_of(2)
+    world.run(begin, stage)
+    before = world.run(weights)
+    world.run(passes, 1, False)
+    expect_refusal(lambda: world.run(step_by, max_norm), f"max_norm is {max_norm}", "StepError")
+    assert world.run(weights) == before
+
+
+def weights():
+    from zerolab.practice.measure import digest
+    from zerolab.practice.rank import namespace
+
+    return [digest(u.adamw.master) for u in namespace()["engine"].units]
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_that_is_not_finite_changes_no_weight(world_of, stage, factor):
+    world = world_of(2)
+    world.run(begin, stage)
+    before = world.run(weights)
+    world.run(passes, 1, False, lambda model, batch: model.loss(*batch) * factor)
+    words = "The gradients' norm is not finite; no weight was changed."
+    expect_refusal(lambda: world.run(step_by, 1.0), words, "GradientOverflow")
+    assert world.run(weights) == before
+
+
+def as_many_passes_as_my_rank():
+    from zerolab.practice.rank import namespace
+
+    passes(1 + namespace()["engine"].comm.rank)
+
+
+def test_ranks_with_other_numbers_of_passes_are_told_who_waits(world_of):
+    world = world_of(2)
+    world.run(begin, 3)
+    with pytest.raises(RankTimeout, match="rank 0 done; rank 1 waiting for other ranks"):
+        world.run(as_many_passes_as_my_rank, timeout=3)
 
 
 def fail_on(rank, in_backward, place):

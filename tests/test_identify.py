@@ -391,6 +391,8 @@ def test_what_a_file_prints_is_no_part_of_the_object(tmp_path, capsys):
         (STEPS, "other.py:make", "no file"),
         ("def make(:", "steps.py:make", "cannot be run: SyntaxError"),
         ("import nothing_like_it", "steps.py:make", "cannot be run: ModuleNotFoundError"),
+        ("import sys; sys.exit(3)", "steps.py:make", "cannot be run: SystemExit: 3"),
+        ("raise ValueError('a\\nb')", "steps.py:make", "cannot be run: ValueError: a b"),
     ],
 )
 def test_a_file_that_does_not_do_gets_one_sentence(

@@ -420,6 +420,12 @@ def path_of_the_file():
     return namespace()["engine"].files[0].path
 
 
+def test_a_folder_that_nobody_can_write_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=f"--offload-folder {tmp_path} is not writable"):
+        Offload("disk", folder=str(tmp_path))
+
+
 def names_while_open(folder):
     """What a folder shows while an engine's file is in it, and whether the file is there."""
     from zerolab.practice.comm import Comm
@@ -446,6 +452,7 @@ def test_a_folder_of_one_s_own_shows_no_file(world_of, tmp_path):
         (2, "adamw-mixed", "optimizer=tape", "cpu, disk"),
         (2, "adamw-mixed", "optimiser=cpu", "optimizer, parameters, schedule"),
         (2, "adamw-mixed", "", "optimizer, parameters, schedule"),
+        (2, "adamw-mixed", "optimizer=cpu,optimizer=disk", "names something twice"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused_in_a_sentence(stage, recipe, text, words):

@@ -98,6 +98,16 @@ def test_where_nothing_can_be_written_the_check_goes_on_and_says_so_once(
     assert "cannot be read" in repr(zerolab.progress())
 
 
+def test_what_is_no_plain_file_is_neither_read_nor_moved(tmp_path, monkeypatch, capsys):
+    link = tmp_path / "progress.json"
+    link.symlink_to(os.devnull)  # as by ZEROLAB_PROGRESS=/dev/null, and who may move that did
+    monkeypatch.setenv("ZEROLAB_PROGRESS", str(link))
+    assert float(check("04.1", "208 GB")) == 1
+    assert "is not kept" in capsys.readouterr().err
+    assert "cannot be read" in repr(zerolab.progress())
+    assert list(tmp_path.iterdir()) == [link] and link.is_symlink()
+
+
 def test_by_default_it_lies_in_jupyters_data_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("ZEROLAB_PROGRESS")
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)

@@ -304,3 +304,22 @@ def test_every_recipe_that_ranks_can_run_is_derived_with_the_same_bytes():
 def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, words):
     with pytest.raises(ValueError, match=words):
         measure(**arguments)
+
+
+def test_a_measurement_may_take_as_long_as_its_steps_do(monkeypatch):
+    import zerolab.course.measure as stages
+    import zerolab.course.offload as below
+
+    limits = []
+
+    def began(size, timeout=60, **_):
+        limits.append(timeout)
+        raise RuntimeError("enough is known")
+
+    for module in (stages, below):
+        monkeypatch.setattr(module, "World", began)
+    with pytest.raises(RuntimeError, match="enough"):
+        stages.measure(1, 2, steps=100_000)
+    with pytest.raises(RuntimeError, match="enough"):
+        below.measure_offload(1, 2, below.Offload(), steps=100_000)
+    assert limits == [3600, 3600]

@@ -72,6 +72,7 @@ def test_amounts_are_read_with_their_units():
         2**20,
         2 * 10**9,
     )
+    assert read_bytes(0.5) == 1, "more than nothing, and a whole number"
     assert (read_rate("100 MB/s"), read_rate(5e7)) == (1e8, 5e7)
     assert read_seconds("50 us") == pytest.approx(5e-5)
     assert (read_seconds("2 ms"), read_seconds(0.5)) == (2e-3, 0.5)
@@ -79,8 +80,11 @@ def test_amounts_are_read_with_their_units():
     assert Toy.read("1 GB", None, "1 ms") == Toy(10**9, Link(float("inf"), 1e-3))
 
 
-@pytest.mark.parametrize("bad", ["64 parsecs", "-1 MB", 0, "", True, "MB", "1.2.3 MB", []])
+@pytest.mark.parametrize(
+    "bad", ["64 parsecs", "-1 MB", 0, "", True, "MB", "1.2.3 MB", [], "1e400", 10**400]
+)
 @pytest.mark.parametrize("name", ["device_memory", "link", "latency"])
 def test_what_is_no_amount_is_refused_in_a_sentence(name, bad):
-    with pytest.raises(ValueError, match=rf"^{name} is .* such as '[0-9]+ .*'\.$"):
+    with pytest.raises(ValueError, match=rf"^{name} is .* such as '[0-9]+ .*'\.$") as caught:
         World(2, **{name: bad})
+    assert caught.value._render_traceback_() == [f"ValueError: {caught.value}"]

@@ -341,6 +341,22 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(world_of, tmp_p
         assert ended.growth_interval == 2
 
 
+def save_bare(folder, steps):
+    from zerolab.practice import checkpoint
+    from zerolab.practice.rank import namespace
+
+    checkpoint.save(namespace()["trainer"].engine, folder, steps, {"by": "hand"})
+
+
+def test_a_checkpoint_that_was_saved_by_hand_is_gone_on_from(world_of, tmp_path):
+    world, training = world_of(2), Training(1, model=SMALL, lines=11)
+    world.run(on_rank, "begin", training, None, False)
+    world.run(save_bare, tmp_path, 3)
+    steps, _, curve, _ = world.run(on_rank, "begin", training, str(tmp_path), True)[0]
+    assert (steps, curve) == (3, [])
+    assert world.run(on_rank, "advance", 1, True)[0][0] == 4
+
+
 def test_the_rate_of_right_answers_rises_far_above_chance(world_of):
     """A layer less than the command's model, and larger steps: the same rise in less time."""
     quick = AdamWOptions(lr=4e-3, beta2=0.98)

@@ -248,6 +248,19 @@ def test_an_error_says_which_error_it_came_from(world):
     assert all(p in where for p in parts)
 
 
+def test_of_a_recursion_without_end_the_first_and_the_last_calls_are_shown(world):
+    def again(n):
+        return again(n + 1)
+
+    with pytest.raises(RankError, match="rank 0: RecursionError") as caught:
+        world.run(again, 0)
+    shown = caught.value.where.splitlines()
+    assert len(shown) < 150
+    (gap,) = [line for line in shown if "more calls" in line]
+    assert int(gap.strip(" (").split()[0]) + sum(", in again" in line for line in shown) > 900
+    assert ", in again" in shown[shown.index(gap) - 2] + shown[shown.index(gap) + 1]
+
+
 def test_ranks_that_stand_aside_are_freed_too_when_one_fails(world):
     before = pids(world)
 
@@ -478,6 +491,15 @@ def test_stop_during_a_start_leaves_nothing_and_the_next_start_works(monkeypatch
         assert still_works(world)
 
 
+def test_stop_while_the_ranks_server_begins_is_for_the_notebook(monkeypatch):
+    heard = []
+    begin = "multiprocessing.forkserver.ensure_running"
+    monkeypatch.setattr(begin, lambda: heard.append(signal.getsignal(signal.SIGINT)))
+    launch.start_server()
+    assert heard == [signal.SIG_IGN], "what a new program inherits"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_stop_while_nothing_runs_does_not_reach_the_ranks(world):
     before = pids(world)
 
@@ -522,6 +544,14 @@ def test_a_rank_that_calls_exit_stays_and_is_named(world):
     with pytest.raises(RankError, match=r"^rank 2 called exit with code 3: .*return"):
         world.run(all_reduce_except, 2, lambda: sys.exit(3))
     assert still_works(world, before)
+
+
+def test_a_segmentation_fault_says_what_most_likely_was_read():
+    from zerolab.practice.report import exit_text
+
+    text = "was killed by SIGSEGV (exit code -11): perhaps it read a parameter that stage 3 keeps "
+    assert exit_text(-signal.SIGSEGV) == text + "in memory only while it is used"
+    assert exit_text(-signal.SIGABRT) == "was killed by SIGABRT (exit code -6)"
 
 
 def test_many_raises_and_hangs_leave_the_same_processes(world):
@@ -593,6 +623,39 @@ def test_too_many_ranks_are_refused_with_the_number_that_fits(monkeypatch):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
         with pytest.raises(ValueError, match=words):
             World(4)
+
+
+def test_where_the_loopback_is_off_a_world_says_how_it_is_turned_on(monkeypatch, tmp_path):
+    from zerolab.practice import group, system
+
+    monkeypatch.setattr(system, "interface_of", lambda address: None)
+    with pytest.raises(RuntimeError, match="loopback is off: turn it on, as in ip link set lo up"):
+        group.join_group("gloo", False, 0, 1, str(tmp_path / "group"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "launched"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "", "WORLD_SIZE": ""}, False),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "two"}, False),
+    ],
+)
+def test_variables_that_no_launcher_sets_make_no_launcher(monkeypatch, environ, launched):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert launch.launched() == launched
+
+
+def test_a_launchers_ranks_are_not_emulated(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="not emulated: leave device_memory, link away"):
+        World(1, device_memory="1 MB", link=5e6, latency=None)
 
 
 def test_a_closed_world_says_so_and_closing_twice_is_fine():

@@ -59,7 +59,12 @@ def record(number: str, points: float) -> None:
 
 
 def _read(file: Path) -> dict[str, Best]:
-    """The best of each exercise; a damaged file is set aside, and nothing is known then."""
+    """The best of each exercise; a damaged file is set aside, and nothing is known then.
+
+    OSError for what is there and is no plain file: it is neither read nor moved.
+    """
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is no plain file")
     try:
         return {
             str(number): _best(**kept) for number, kept in json.loads(file.read_bytes()).items()

@@ -30,6 +30,7 @@ class Attached:
     Under srun, MASTER_ADDR defaults to this host, or with several hosts to where srun was called.
     Gloo listens on the loopback if all ranks are here, else where MASTER_ADDR is reached, unless
     GLOO_SOCKET_IFNAME names another interface. It has no key, and torchrun's store has none.
+    ValueError for a device, link or latency: these are emulated in a World of its own alone.
     """
 
     private_ports = False
@@ -41,8 +42,12 @@ class Attached:
         check: bool = False,
         threads: int = 1,
         backend: str = "auto",
+        **emulated: Any,
     ) -> None:
         import torch
+
+        if given := [name for name, value in emulated.items() if value is not None]:
+            raise ValueError(f"a launcher's ranks are not emulated: leave {', '.join(given)} away.")
 
         slurm = {
             "RANK": "SLURM_PROCID",

@@ -10,7 +10,7 @@ import socket
 import stat
 from typing import Any
 
-from zerolab.practice import private_net
+from zerolab.practice import private_net, system
 
 GROUP_TIMEOUT = datetime.timedelta(days=1)  # the notebook's own limit comes first
 
@@ -82,11 +82,15 @@ def join_group(
     """Form a group with the other ranks over the file `store`, or at the launcher's address.
 
     Returns the backend and whether its ports are private. Raises ValueError without GPUs for nccl,
-    PermissionError where ports must be private (ZEROLAB_PRIVATE_PORTS=required) and cannot be.
+    RuntimeError where the loopback is off, PermissionError where ports must be private
+    (ZEROLAB_PRIVATE_PORTS=required) and cannot be.
     """
     if os.environ.get("ZEROLAB_PRIVATE_PORTS") == "required" and not private_net.private:
         what = "ports must be private (ZEROLAB_PRIVATE_PORTS), and network namespaces"
         raise PermissionError(f"{what} are not allowed here: ask who runs this machine")
+
+    if store and system.interface_of("127.0.0.1") is None:
+        raise RuntimeError("this machine's loopback is off: turn it on, as in ip link set lo up")
 
     import torch
     import torch.distributed as dist

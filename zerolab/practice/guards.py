@@ -17,13 +17,10 @@ class GradientOverflow(ArithmeticError):
     """A gradient of some rank is not finite; raised on all ranks alike, before any update."""
 
 
-@contextlib.contextmanager
-def one_pass(engine: Any, loss: Tensor) -> Iterator[None]:
-    """Around one backward pass of an engine: of a good loss, and whole or not at all.
-
-    A pass that is torn off takes the gradients of all micro-batches with it: what is left of them
-    would spoil the next step unseen.
-    """
+def expect_loss(loss: Any) -> None:
+    """StepError for what backward cannot begin with."""
+    if not isinstance(loss, Tensor):
+        raise StepError(f"backward needs the loss as a tensor, not {loss!r}: leave out item().")
     if loss.numel() != 1:
         raise StepError(
             "backward needs a loss that is one number, and this one has the shape "
@@ -34,6 +31,16 @@ def one_pass(engine: Any, loss: Tensor) -> Iterator[None]:
             "The loss depends on no parameter that is trained: leave one unfrozen, and compute "
             "the loss outside of torch.no_grad()."
         )
+
+
+@contextlib.contextmanager
+def one_pass(engine: Any, loss: Tensor) -> Iterator[None]:
+    """Around one backward pass of an engine: of a good loss, and whole or not at all.
+
+    A pass that is torn off takes the gradients of all micro-batches with it: what is left of them
+    would spoil the next step unseen.
+    """
+    expect_loss(loss)
     try:
         yield
     except BaseException:
@@ -55,6 +62,12 @@ def forget_gradients(engine: Any) -> None:
             param.grad = None  # of which autograd was torn away
 
 
+def expect_unwrapped(model: nn.Module) -> None:
+    """ValueError for a model whose parameters another stage has in its units already."""
+    if any(getattr(hook, "zerolab_look", False) for hook in model._forward_pre_hooks.values()):
+        raise ValueError("This model is in a stage already: make a new one for another stage.")
+
+
 def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
     """From now on a forward pass begins with a look: is each parameter still its unit's own?
 
@@ -72,6 +85,7 @@ def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
                     "the model first, and wrap it then."
                 )
 
+    look.zerolab_look = True  # type: ignore[attr-defined]
     model.register_forward_pre_hook(look)
 
 

@@ -44,8 +44,8 @@ def launched() -> bool:
     if kernel is not None and kernel.IPKernelApp.initialized():
         return False
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
-    by_srun = "SLURM_PROCID" in os.environ and int(tasks) > 1
-    return by_srun or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    by_srun = "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1
+    return by_srun or all(os.environ.get(n, "").isdecimal() for n in ("RANK", "WORLD_SIZE"))
 
 
 def start_server() -> None:
@@ -58,7 +58,7 @@ def start_server() -> None:
         from multiprocessing import forkserver
 
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-        with host.sockets_in(host.private_folder()):
+        with host.sockets_in(host.private_folder()), no_stop():  # the new process keeps it ignored
             forkserver.ensure_running()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerolab.practice.comm import Comm
-from zerolab.practice.guards import GradientOverflow
+from zerolab.practice.guards import GradientOverflow, StepError
 
 
 def clip_scale(
@@ -21,14 +21,17 @@ def clip_scale(
     its own shards and the squares are added up over ranks, both in float64: local norms 3 and 4
     make 5, not 4 and not 7. Padding is zero and adds nothing. Without max_norm nothing is sent.
     A `loss_scale`, which the loss was multiplied by, is divided out again; then the squares are
-    added up in any case, and if one is not finite it is GradientOverflow on all ranks.
+    added up in any case. If a sum of squares is not finite it is GradientOverflow on all ranks.
     """
+    if max_norm is not None and not max_norm > 0:
+        raise StepError(f"max_norm is {max_norm}: it must be above 0, or None for any norm.")
     scale = 1 / comm.world_size / (loss_scale or 1)
     if max_norm is None and loss_scale is None:
         return scale
     own = sum(float(shard.double().square().sum()) for shard in grad_shards)
     squares = comm.control_sum(torch.tensor([own], dtype=torch.float64)).item()
-    if loss_scale and not math.isfinite(squares):
-        raise GradientOverflow(f"Gradients overflow at the loss scale {loss_scale:g}.")
+    if not math.isfinite(squares):
+        where = f" at the loss scale {loss_scale:g}" if loss_scale else ""
+        raise GradientOverflow(f"The gradients' norm is not finite{where}; no weight was changed.")
     clipped = 1.0 if max_norm is None else max_norm / (math.sqrt(squares) * scale + 1e-6)
     return scale * min(1.0, clipped)

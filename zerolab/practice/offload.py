@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zerolab.practice.adamw import AdamW, AdamWOptions
 from zerolab.practice.comm import Comm, Finish
 from zerolab.practice.gathering import ParameterGathering
+from zerolab.practice.guards import expect_loss
 from zerolab.practice.meter import label
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
@@ -69,11 +70,16 @@ class Offload:
                 raise ValueError(f"--offload {given} is not one of {', '.join(known)}.")
         if self.folder is not None and not os.path.isdir(self.folder):
             raise ValueError(f"--offload-folder {self.folder} is no folder: make it first.")
+        if self.folder is not None and not os.access(self.folder, os.W_OK):
+            raise ValueError(f"--offload-folder {self.folder} is not writable: name another one.")
 
     @classmethod
     def read(cls, text: str) -> Offload:
         """From "optimizer=disk,schedule=stream"; ValueError in one sentence for anything else."""
-        parts = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
+        given = [part.partition("=")[::2] for part in text.replace(" ", "").split(",")]
+        parts = dict(given)
+        if len(parts) < len(given):
+            raise ValueError("--offload names something twice: give each one value.")
         if unknown := [name for name in parts if name not in CHOICES]:
             known = f"{', '.join(CHOICES)}, as in optimizer=disk,schedule=stream"
             raise ValueError(f"--offload knows {known}; {unknown[0]!r} is not among them.")
@@ -187,6 +193,7 @@ class Offloaded:
 
     def backward(self, loss: Tensor) -> None:
         """As the stage's own; with "stream" each unit's sums go down at once."""
+        expect_loss(loss)
         with self._whole_or_broken():
             if self.offload.schedule != "delayed":  # whose update may still be at work
                 self.states.begin(self._trainable())

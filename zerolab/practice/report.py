@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from zerolab.practice import host, system
 from zerolab.practice.rank import Activity, Failure, Frame
 
+MOST_FRAMES = 40  # of a stack that are shown: a recursion without end has a thousand
 OWN_COLLECTIVES = os.path.join("zerolab", "practice", "comm.py")
 
 
@@ -79,6 +80,8 @@ def exit_text(code: int) -> str:
     text = f"was killed (exit code {code})"
     with contextlib.suppress(ValueError):
         text = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+    if code == -getattr(signal, "SIGSEGV", 0):
+        text += ": perhaps it read a parameter that stage 3 keeps in memory only while it is used"
     if code != system.KILLED:
         return text
     if host.memory_ran_out():
@@ -136,13 +139,18 @@ def _doing(frames: list[Frame]) -> str:
     if not frames:
         return "running"
     ours = [name for file, _, name, *_ in frames if file.endswith(OWN_COLLECTIVES)]
-    in_ours = frames[-1][0].endswith(OWN_COLLECTIVES)
-    return f"waiting in {ours[0]}" if in_ours else f"running {frames[-1][2]}"
+    if not frames[-1][0].endswith(OWN_COLLECTIVES):
+        return f"running {frames[-1][2]}"
+    return "waiting for other ranks" if ours[0] in ("wait", "finish") else f"waiting in {ours[0]}"
 
 
 def _frames_text(frames: list[Frame]) -> str:
     text = ""
-    for file, line, name, end_line, column, end_column in frames:
+    half, left_out = MOST_FRAMES // 2, len(frames) - MOST_FRAMES
+    for place, (file, line, name, end_line, column, end_column) in enumerate(frames):
+        if left_out > 0 and half <= place < half + left_out:
+            text += f"  ({left_out} more calls)\n" if place == half else ""
+            continue
         frame = traceback.FrameSummary(
             file, line, name, end_lineno=end_line, colno=column, end_colno=end_column
         )

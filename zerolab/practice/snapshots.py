@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+NAME = re.compile(r"step-\d{8,}")
 KEPT = 2  # finished checkpoints: when the last is damaged there is one to go back to
 MANIFEST = "manifest.json"
+PARTS = {"recipe", "parameters", "steps", "updates", "about", "files"}  # of a manifest
 
 
 class CheckpointError(ValueError):
@@ -23,8 +26,8 @@ class CheckpointError(ValueError):
 
 
 def finished(folder: Path) -> list[Path]:
-    """The checkpoints in a folder whose save came to its end, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+    """The checkpoints in a folder whose save came to its end, oldest first; nothing else in it."""
+    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
 
 
 def begin(path: Path) -> Path:
@@ -32,7 +35,8 @@ def begin(path: Path) -> Path:
     if path.exists():
         raise CheckpointError(f"{path} exists already: go on from it, or take another folder.")
     for left_over in path.parent.glob("step-*.partial"):
-        shutil.rmtree(left_over)
+        if NAME.fullmatch(left_over.stem):
+            shutil.rmtree(left_over)
     partial = path.with_suffix(".partial")
     partial.mkdir(parents=True)
     return partial
@@ -78,12 +82,14 @@ def verified(folder: Path, part: int, parts: int) -> tuple[Path, dict[str, Any]]
         digest, _, text = suspect.read_text(encoding="utf-8").partition("\n")
         fine = hashlib.sha256(text.encode()).hexdigest() == digest
         manifest = json.loads(text) if fine else {"files": {}}
+        if fine and not (isinstance(manifest, dict) and manifest.keys() >= PARTS):
+            fine, manifest = False, {"files": {}}
         for name, saved in sorted(manifest["files"].items())[part::parts]:
             if fine:
                 suspect = path / name
                 fine = fingerprint(suspect) == saved
         why = "is not what was saved"
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):  # of the file system; of UTF-8 or JSON
         fine, why = False, "is missing or cannot be read"
     if not fine:
         raise CheckpointError(f"The checkpoint is damaged: {suspect} {why}. Remove {path} {after}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -27,14 +28,14 @@ def _read(value: float | str, units: dict[str, float], what: str, example: str) 
         amount = float(found[1]) * units[found[2]] if found else -1.0
     except (KeyError, ValueError):
         amount = -1.0
-    if isinstance(value, bool) or amount <= 0:
+    if isinstance(value, bool) or not 0 < amount < math.inf:
         raise ValueError(f"{what} is {value!r} and must be more than 0, such as {example!r}.")
     return amount
 
 
 def read_bytes(value: float | str) -> int:
     """Bytes from 64e6 or "64 MB" (MB is 1e6, MiB is 2^20); ValueError for anything else."""
-    return int(_read(value, dict(_SIZES), "device_memory", "64 MB"))
+    return max(1, int(_read(value, dict(_SIZES), "device_memory", "64 MB")))
 
 
 def read_rate(value: float | str) -> float:

@@ -64,7 +64,8 @@ class Trainer:
         self.steps, self.losses = 0, list[float]()
         self.about: dict[str, Any] = {"next_line": 0, "curve": []}
         if resume and folder:
-            self.steps, self.about = checkpoint.load(self.engine, folder)
+            self.steps, about = checkpoint.load(self.engine, folder)
+            self.about |= about  # who saved it may not have been a Trainer
         half = precision_of(training.recipe).working == torch.float16
         self.loss_scale = LossScale(**self.about.get("loss_scale", {})) if half else None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamW, AdamWOptions
 from zerolab.practice.comm import Comm
-from zerolab.practice.guards import refuse_changes
+from zerolab.practice.guards import expect_unwrapped, refuse_changes
 from zerolab.practice.meter import label
 from zerolab.practice.precision import Precision
 from zerolab.practice.sharding import flatten, padded_numel, shard_of, views
@@ -173,8 +173,9 @@ def make_units(
     needed by both. Trainable and frozen parameters of a module are two units, so that frozen
     ones get neither gradients nor optimizer states. `claim` is called with each unit before the
     next is made, so that no second copy of the whole model arises. ValueError for a parameter in
-    none of them.
+    none of them, or a model that has been given to a stage before.
     """
+    expect_unwrapped(model)
     names = {id(param): name for name, param in model.named_parameters()}
     owner: dict[int, Unit] = {}
     needs: dict[nn.Module, list[Unit]] = {}
@@ -205,14 +206,32 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     They hold all parameters between them, stand in the order in which they run, and each runs
     once in a forward pass, on every rank: experts that ranks choose between are one module, or
     a rank would gather one while its neighbour gathers another. TypeError for a model without
-    that method.
+    that method, or where it returns something else; ValueError for a module that is not the
+    model's, or is inside of another one.
     """
     if not callable(getattr(model, "units", None)):
         raise TypeError(
             f"{type(model).__name__} has no method units(): let it return the modules, in forward "
             "order, whose parameters are gathered and freed together."
         )
-    return list(model.units())  # type: ignore[operator]
+    found = model.units()  # type: ignore[operator]
+    in_order = isinstance(found, Iterable) and not isinstance(found, set | frozenset)
+    modules = list(found) if in_order else []
+    if not all(isinstance(module, nn.Module) for module in modules) or not modules:
+        raise TypeError(
+            "model.units() must return a list of modules, in forward order, whose parameters are "
+            "gathered and freed together."
+        )
+    for module in modules:
+        inside = set(module.modules()) - {module}
+        if module not in set(model.modules()):
+            raise ValueError(f"model.units() lists a {type(module).__name__} that is not in it.")
+        if nested := inside.intersection(modules):
+            raise ValueError(
+                f"model.units() lists a {type(module).__name__} and, on its own, a "
+                f"{type(nested.pop()).__name__} inside of it: list one of them."
+            )
+    return modules
 
 
 def all_units(needs: dict[nn.Module, list[Unit]]) -> list[Unit]:

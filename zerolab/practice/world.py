@@ -90,7 +90,11 @@ class World:
         if backend not in ("auto", "gloo", "nccl"):
             raise said(ValueError, f"backend must be 'auto', 'gloo' or 'nccl', not {backend!r}")
         self.size, self.timeout = size, report.seconds(timeout)
-        self._choices = (threads, backend, check, Toy.read(device_memory, link, latency))
+        try:
+            toy = Toy.read(device_memory, link, latency)
+        except ValueError as error:
+            raise said(ValueError, str(error)) from None
+        self._choices = (threads, backend, check, toy)
         room = launch.room(size)
         if size > room.fit:
             most = f"at most {room.fit} do" if room.fit > 0 else "not even one does"

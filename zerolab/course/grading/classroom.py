@@ -178,16 +178,18 @@ def grade_class(
                     settle(place, graded)
 
     # Events, since a join that Ctrl-C interrupts takes a thread at work for one that has ended.
-    ends = [threading.Event() for _ in range(min(workers, jobs.qsize()))]
+    ends: list[threading.Event] = []
 
     def wait() -> None:
         for over in ends:
             while not over.wait(0.1):
                 pass
 
-    for over in ends:
-        threading.Thread(target=work, args=(over,)).start()
     try:
+        for _ in range(min(workers, jobs.qsize())):
+            over = threading.Event()
+            threading.Thread(target=work, args=(over,)).start()
+            ends.append(over)
         wait()
     except BaseException:
         stop.set()
