@@ -5,6 +5,8 @@ import torch
 from test_checks_04 import expect, stub
 
 from zerolab import hint
+from zerolab.course.checks.core import Wrong
+from zerolab.course.checks.numbers import expect_bytes
 
 
 @pytest.mark.parametrize("number", ["06.1", "06.2", "06.3", "06.4"])
@@ -162,3 +164,9 @@ def test_numbers_and_their_near_misses(number, right, wrong):
 def test_06_4_s_first_hint_leaves_the_numbers_to_the_last():
     first, last = hint("06.4").exercise.hints
     assert "14 bytes" in last and "14" not in first
+
+
+def test_a_size_of_nothing_is_told_from_a_wrong_one():
+    with pytest.raises(Wrong, match="too much"):
+        expect_bytes("3 GB", 0, "sent", [])
+    expect_bytes(0, 0, "sent", [])

@@ -111,7 +111,9 @@ def expect_bytes(
 
 
 def _two_digits(value: float, right: float) -> bool:
-    """Whether the value is the right one, above 0, with two digits of it left, up or down."""
+    """Whether the value is the right one with two digits of it left, rounded up or down."""
+    if right <= 0:
+        return False
     step = 10 ** (math.floor(math.log10(right)) - 1)
     return abs(value - right) < step and math.isclose(value, round(value / step) * step)
 
