@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_checks_04 import expect, stub
 
-from zerolab import hint
+from zerolab import check, hint
 from zerolab.course.checks.core import Wrong
 from zerolab.course.checks.numbers import expect_bytes
 
@@ -170,3 +170,9 @@ def test_a_size_of_nothing_is_told_from_a_wrong_one():
     with pytest.raises(Wrong, match="too much"):
         expect_bytes("3 GB", 0, "sent", [])
     expect_bytes(0, 0, "sent", [])
+
+
+@pytest.mark.parametrize("number", ["6.99", 6.4, [], None])
+def test_an_exercise_that_does_not_exist_gets_the_nearest_names(number):
+    with pytest.raises(ValueError, match=r"There is no exercise .* did you mean \d\d\.\d"):
+        check(number, 1)

@@ -220,7 +220,7 @@ def shown(value: Any) -> str:
 
 def find(number: str) -> Exercise:
     """The exercise of that number; ValueError, naming the nearest ones, where there is none."""
-    if number in EXERCISES:
+    if isinstance(number, str) and number in EXERCISES:
         return EXERCISES[number]
     near = difflib.get_close_matches(str(number), EXERCISES, n=3, cutoff=0.3) or list(EXERCISES)
     raise ValueError(f"There is no exercise {number!r}; did you mean {', '.join(near)}?")
