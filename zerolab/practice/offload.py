@@ -147,7 +147,7 @@ class Offloaded:
     def _make_stores(self) -> None:
         """Memory or files for states and parameters, and room for what crosses."""
         n, where, p = self.comm.world_size, self.offload, self.units[0].precision
-        trainable = [unit for unit in self.units if unit.trainable]
+        trainable = self._trainable()
         self.states, self.params = StatesInMemory(), ParamsInMemory()
         if where.optimizer == "disk":
             sizes = [12 * (unit.padded // n) for unit in trainable]
