@@ -340,9 +340,9 @@ def test_a_disk_step_holds_two_units_and_less_than_a_tenth_of_the_states():
     assert cached == 0
 
 
-def delayed_reads(seconds):
-    """Trains with a disk that is slower than the update, or not; the weights, and the waiting."""
-    import time
+def late_reads(late):
+    """Trains, perhaps with a disk that reads only what an update asks for; weights, late reads."""
+    import threading
 
     from zerolab.practice import data
     from zerolab.practice.comm import Comm
@@ -352,24 +352,38 @@ def delayed_reads(seconds):
 
     comm, model = Comm(), GPT()
     engine = Offloaded(2, model, comm, offload=Offload("disk"))
-    read = engine.states.file.read
+    submit, read, asked, reads = (
+        engine.states.disk.submit,
+        engine.states.file.read,
+        threading.Event(),
+        [],
+    )
 
-    def slowly(*arguments):
-        time.sleep(seconds)
+    def read_late(*arguments):
+        assert asked.wait(60), "nobody asked for this read"
+        asked.clear()
         read(*arguments)
+        reads.append(arguments)
 
-    engine.states.file.read = slowly
+    def submit_and_tell(*job):
+        future = submit(*job)
+        result = future.result
+        future.result = lambda: asked.set() or result()
+        return future
+
+    if late:
+        engine.states.file.read, engine.states.disk.submit = read_late, submit_and_tell
     for at in range(2):
         engine.backward(model.loss(*data.batch(at, comm.rank, comm.world_size)))
         engine.step()
     engine.states.file.read = read
-    return [digest(unit.adamw.master) for unit in engine.units], engine.states.waited_s
+    return [digest(unit.adamw.master) for unit in engine.units], len(reads)
 
 
 def test_a_reader_slower_than_the_step_is_waited_for(world_of):
-    fast, slow = (world_of(2).run(delayed_reads, seconds)[0] for seconds in (0, 0.05))
-    assert slow[0] == fast[0]
-    assert slow[1] > 4 * 0.05  # four units in each of two steps, some of it beside the updates
+    prompt, late = (world_of(2).run(late_reads, late)[0] for late in (False, True))
+    assert late[0] == prompt[0]
+    assert late[1] == 2 * len(late[0])  # every unit in each of two steps
 
 
 def changed_between_backward_and_update(where):

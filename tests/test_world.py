@@ -906,19 +906,22 @@ def test_a_notebook_runs_cells_on_ranks_and_shows_only_the_ranks_own_frames():
 
 
 def faults_of_coming_and_going():
-    """Pages that the system hands to this rank in 20 rounds of three buffers of 12 MB."""
+    """Pages the system hands this rank in the later 20 of 40 rounds of three 12 MB buffers."""
     import resource
 
     import torch
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        kept = [torch.ones(3_000_000) for _ in range(3)]
-        del kept
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    faults = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            kept = [torch.ones(3_000_000) for _ in range(3)]
+            del kept
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults[1]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
 def test_memory_that_comes_and_goes_in_every_step_stays_with_the_rank(world):
     one_round = 3 * 12_000_000 / mmap.PAGESIZE
-    assert all(faults < 5 * one_round for faults in world.run(faults_of_coming_and_going))
+    assert max(world.run(faults_of_coming_and_going)) < one_round

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -129,7 +128,6 @@ class StatesOnDisk(StatesInMemory):
 
     While one buffer is updated, a thread writes the other's unit back and reads the next into it.
     The first two are read in backward (`begin`), as the device does not need this rank's disk.
-    `waited_s` is how long updates have waited for the disk so far.
     """
 
     def __init__(self, file: StateFile, units: Sequence[Unit]) -> None:
@@ -138,7 +136,6 @@ class StatesOnDisk(StatesInMemory):
         self.buffers = [Buffer(max(file.sizes, default=0)) for _ in range(2)]
         self.disk = ThreadPoolExecutor(1, "zerolab-disk")
         self.reads: list[Future[None]] = []
-        self.waited_s = 0.0
         self.close = weakref.finalize(self, _end, self.disk, file)  # type: ignore[method-assign]
 
     def take(self, unit: Unit) -> None:
@@ -176,9 +173,7 @@ class StatesOnDisk(StatesInMemory):
         writes: list[Future[None]] = []
         try:
             for number, unit in enumerate(units):
-                began = time.perf_counter()
                 self.reads[number].result()
-                self.waited_s += time.perf_counter() - began
                 index, buffer = turns[number]
                 self.file.check(index, buffer)
                 adamw = unit.adamw.over(buffer)  # type: ignore[attr-defined]
