@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerolab import RankError
-from zerolab.practice.meter import Meter, label
+from zerolab.practice.meter import Meter, label, steady
 
 
 def test_a_view_adds_nothing_and_keeps_the_whole_storage():
@@ -160,3 +160,9 @@ def test_a_call_that_was_torn_off_leaves_no_mode_and_no_no_grad_to_the_next(worl
     with pytest.raises(RankError, match="on purpose"):
         world_of(2).run(leaves_things_on)
     assert world_of(2).run(what_is_on) == [(True, 0)] * 2
+
+
+def test_a_count_is_steady_once_it_stays(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    counts = iter([9, 9, 9, 9, 8, 7, 7, 7, 7, 7, 6])
+    assert steady(lambda: next(counts)) == 7

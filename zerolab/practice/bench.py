@@ -30,7 +30,7 @@ from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.measure import STAGES, loopback_at_rest
-from zerolab.practice.meter import Meter, label
+from zerolab.practice.meter import Meter, label, steady
 from zerolab.practice.peers import PEERS, Step, versions
 
 MODEL = GPTConfig(context=128, width=384, layers=6, heads=6)  # 10.7 million parameters
@@ -209,7 +209,7 @@ def _count(step: RaceStep, batch: Sequence[Tensor]) -> tuple[int, int, int | Non
         after, sent = loopback_at_rest(), meter.sent_bytes()["total"]
         for tensor in batch:
             label(tensor, "temporary")
-        step(*batch, lambda: held.append(meter.held()))
+        step(*batch, lambda: held.append(steady(meter.held)))
     wire = None if before is None or after is None else after - before
     return held[0]["total"] - held[0]["temporary"], sent, wire
 

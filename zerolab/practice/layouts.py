@@ -7,7 +7,6 @@ and the CPU; FSDP1 has to be told so.
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES
-from zerolab.practice.meter import KINDS, Meter, hear_resizes
+from zerolab.practice.meter import KINDS, Meter, hear_resizes, steady
 from zerolab.practice.observe import quick_looks
 from zerolab.practice.peers import Peer, _adamw, ddp, fsdp2
 
@@ -74,11 +73,7 @@ class Calls(Meter):
 
     def settled(self) -> dict[str, int]:
         """What is held once the process group's threads have let go of their buffers."""
-        now, before = self._look(), None
-        while now != before:
-            time.sleep(0.01)
-            now, before = self._look(), now
-        return now
+        return steady(self._look)
 
     def _look(self) -> dict[str, int]:
         gc.collect()

@@ -15,10 +15,11 @@ with the bytes that its ring algorithm sends.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ KINDS = ("parameters", "gradients", "optimizer_states")
 """Kinds of model state. Three more are booked: "gathered" parameters, "temporary", "other"."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+Found = TypeVar("Found")
 _UPDATE = torch.ops.aten._fused_adamw_.default  # the optimizer's kernel
 
 
@@ -100,6 +102,20 @@ def tensors_in(*values: Any) -> list[Tensor]:
             found += tensors_in(*value)
         elif isinstance(value, dict):
             found += tensors_in(*value.values())
+    return found
+
+
+def steady(look: Callable[[], Found]) -> Found:
+    """What `look` finds five times in a row, 10 ms apart.
+
+    A thread of the process group may hold a collective's buffers a little longer than the call.
+    """
+    found, times = look(), 1
+    while times < 5:
+        time.sleep(0.01)
+        now = look()
+        times = times + 1 if now == found else 1
+        found = now
     return found
 
 

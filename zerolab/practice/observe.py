@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import inspect
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.measure import digest, loopback_at_rest
-from zerolab.practice.meter import Meter, hear_resizes, label
+from zerolab.practice.meter import Meter, hear_resizes, label, steady
 from zerolab.practice.peers import Peer, local, peer_named
 
 MODEL = GPTConfig()
@@ -85,15 +84,8 @@ class Witness(Meter):
             self.elements[name] += num_bytes // size
 
     def alive(self) -> dict[int, tuple[int, str]]:
-        """Bytes and kind of each storage that lives now, and goes on living a moment later.
-
-        A thread of the process group may hold the buffers of a collective a little longer.
-        """
-        now, before = self._sizes(), None
-        while now != before:
-            time.sleep(0.01)
-            now, before = self._sizes(), now
-        return now
+        """Bytes and kind of each storage that lives now, and goes on living a moment later."""
+        return steady(self._sizes)
 
     def _sizes(self) -> dict[int, tuple[int, str]]:
         gc.collect()
