@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 from hypothesis import settings
 
-from zerolab.practice import launch
+from zerolab.practice.launcher import launch
 
 os.environ.setdefault("MPLBACKEND", "agg")
 # Several processes test at once: one that waited for a second core would wait for another test.

@@ -33,8 +33,8 @@ KINDS = ("weights", "momentum", "variance")
 def begin(stage, recipe="adamw-mixed", config=SMALL, frozen="nothing", seed=0):
     """Makes an engine; parameters whose name begins with `frozen` are not trained."""
     from zerolab.practice.comm import Comm
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import STAGES as ENGINES
-    from zerolab.practice.rank import namespace
 
     model = GPT(config, seed)
     for name, param in model.named_parameters():
@@ -44,7 +44,7 @@ def begin(stage, recipe="adamw-mixed", config=SMALL, frozen="nothing", seed=0):
 
 def advance(first, last):
     """Trains the steps from number `first` up to and without `last`; returns the last loss."""
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     engine = namespace()["engine"]
     for step in range(first, last):
@@ -57,7 +57,7 @@ def advance(first, last):
 
 def save(folder, steps):
     from zerolab.practice import checkpoint
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     checkpoint.save(namespace()["engine"], folder, steps, {"saved": steps})
 
@@ -65,7 +65,7 @@ def save(folder, steps):
 def load(folder):
     """What the load gave, or the sentence with which it refused."""
     from zerolab.practice import checkpoint
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     try:
         return checkpoint.load(namespace()["engine"], folder)
@@ -78,7 +78,7 @@ def state():
 
     Working parameters are this rank's own copy where it has one.
     """
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     engine = namespace()["engine"]
     comm, whole = engine.comm, {}
@@ -103,7 +103,7 @@ def with_death_at(point, rank, folder, steps):
     from torch.distributed.checkpoint import FileSystemWriter
 
     from zerolab.practice import checkpoint
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     def die(*_args, **_more):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -123,7 +123,7 @@ def with_a_full_disk(rank, folder, steps):
     from torch.distributed.checkpoint import FileSystemWriter
 
     from zerolab.practice.checkpoint import CheckpointError
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     write_data = FileSystemWriter.write_data
 

@@ -18,8 +18,8 @@ ENGINE = {0: {}, 1: {}, 2: {"overlap": True}, 3: {"overlap": True, "prefetch": T
 
 def begin(stage, make=lambda: GPT(SMALL)):
     from zerolab.practice.comm import Comm
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import STAGES as ENGINES
-    from zerolab.practice.rank import namespace
 
     namespace()["engine"] = ENGINES[stage](make(), Comm(), **ENGINE[stage])
 
@@ -27,8 +27,8 @@ def begin(stage, make=lambda: GPT(SMALL)):
 def passes(number=1, step=True, loss_of=lambda model, batch: model.loss(*batch)):
     """Backward passes, and perhaps a step; returns the last loss and the weights' bits."""
     from zerolab.practice import data
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import digest
-    from zerolab.practice.rank import namespace
 
     engine = namespace()["engine"]
     for at in range(number):
@@ -42,7 +42,7 @@ def passes(number=1, step=True, loss_of=lambda model, batch: model.loss(*batch))
 
 def train_step_of(loss_of):
     from zerolab.practice import data
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.step import train_step
 
     engine = namespace()["engine"]
@@ -54,7 +54,7 @@ def train_step_of(loss_of):
 
 
 def change(how, rank=None):
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     engine = namespace()["engine"]
     if rank in (None, engine.comm.rank):
@@ -259,8 +259,8 @@ def test_units_may_be_any_series_of_modules(world_of):
 
 def wrap_again(stage):
     from zerolab.practice.comm import Comm
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import STAGES as ENGINES
-    from zerolab.practice.rank import namespace
 
     ENGINES[stage](namespace()["engine"].model, Comm())
 
@@ -303,7 +303,7 @@ def test_a_loss_that_is_none_does_not_break_an_offloaded_engine(world_of, loss_o
 
 
 def step_by(max_norm):
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     namespace()["engine"].step(max_norm)
 
@@ -320,8 +320,8 @@ def test_a_largest_norm_that_is_none_is_refused(world_of, stage, max_norm):
 
 
 def weights():
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import digest
-    from zerolab.practice.rank import namespace
 
     return [digest(u.adamw.master) for u in namespace()["engine"].units]
 
@@ -339,7 +339,7 @@ def test_a_norm_that_is_not_finite_changes_no_weight(world_of, stage, factor):
 
 
 def as_many_passes_as_my_rank():
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     passes(1 + namespace()["engine"].comm.rank)
 
@@ -353,7 +353,7 @@ def test_ranks_with_other_numbers_of_passes_are_told_who_waits(world_of):
 
 def fail_on(rank, in_backward, place):
     """One rank alone fails at a unit, in forward or backward; the others wait for it."""
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     def stop(*_):
         raise MemoryError("on purpose")
@@ -386,7 +386,7 @@ def test_an_engine_goes_on_after_one_rank_alone_has_failed(world_of, stage, in_b
 
 def fail_in_backward(where):
     """A backward pass that is torn off when it comes to a parameter, as by a full device."""
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     def stop(grad):
         raise MemoryError("on purpose")

@@ -215,8 +215,8 @@ def breaks_in_a_step(harm):
     from zerolab.practice import data
     from zerolab.practice.comm import Comm
     from zerolab.practice.gpt import GPT
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.offload import Offloaded
-    from zerolab.practice.rank import namespace
 
     comm, model = Comm(), GPT()
     engine = Offloaded(2, model, comm, offload=Offload("disk"))
@@ -251,7 +251,7 @@ def breaks_in_a_step(harm):
 
 
 def steps_again():
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     namespace()["engine"].step()
 
@@ -269,7 +269,7 @@ def test_a_harmed_file_stops_all_ranks_with_one_sentence(harm, words):
 
 def left_behind(sizes):
     """The version of the file that a killed rank left, all of whose records must be whole."""
-    from zerolab.practice.rank import folder, namespace
+    from zerolab.practice.launcher.rank import folder, namespace
     from zerolab.practice.statefile import Buffer, StateFile
 
     path = f"{folder()}/optimizer-states-{namespace()['RANK']}-0.bin"
@@ -429,7 +429,7 @@ def test_the_files_go_when_the_world_closes():
 
 
 def path_of_the_file():
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     return namespace()["engine"].files[0].path
 

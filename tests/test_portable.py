@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from zerolab.cli import main
-from zerolab.practice import doctor, host, launch, system
+from zerolab.practice import doctor
+from zerolab.practice.launcher import host, launch, system
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.name == "nt", reason="the real one")]
 PRETENDED = Path(__file__).parent / "pretended_windows"
@@ -164,7 +165,7 @@ def test_no_rank_outlives_a_killed_notebook_and_the_next_one_removes_its_folder(
     process.communicate()
     assert len(ranks) == 3 and left == []
     assert os.path.isdir(folder)
-    output_of("-c", "from zerolab.practice import launch; launch.make_folder()", **own)
+    output_of("-c", "from zerolab.practice.launcher import launch; launch.make_folder()", **own)
     assert not os.path.exists(folder)
 
 

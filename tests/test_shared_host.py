@@ -21,7 +21,8 @@ import cloudpickle
 import psutil
 import pytest
 
-from zerolab.practice import doctor, host, launch
+from zerolab.practice import doctor
+from zerolab.practice.launcher import host, launch
 from zerolab.practice.world import RankError, World
 
 pytestmark = [

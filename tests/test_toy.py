@@ -23,7 +23,7 @@ def test_a_device_refuses_stage_0_by_kind_and_takes_stage_3():
 
 
 def keep(name, megabytes):
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     namespace()[name] = torch.zeros(megabytes * 250_000)
 

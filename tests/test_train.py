@@ -33,8 +33,8 @@ FORGETFUL = AdamWOptions(beta1=0.0)  # its momentum is the last gradient
 
 def begin(stage, recipe="adamw-mixed", options=None, config=SMALL, loss_scale=None):
     from zerolab.practice.comm import Comm
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import STAGES as ENGINES
-    from zerolab.practice.rank import namespace
 
     namespace()["engine"] = ENGINES[stage](GPT(config), Comm(), options, recipe)
     namespace()["loss_scale"] = loss_scale
@@ -42,7 +42,7 @@ def begin(stage, recipe="adamw-mixed", options=None, config=SMALL, loss_scale=No
 
 def weights(state="master"):
     """The fp32 weights, or another state, whole and in one flat tensor (Ψ,)."""
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     engine, found = namespace()["engine"], {}
     for unit in engine.units:
@@ -53,7 +53,7 @@ def weights(state="master"):
 
 def step(batches_of, max_norm=None):
     """One step with `batches_of(rank, world_size)`; its loss, or the sentence of the refusal."""
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.step import StepError, train_step
 
     engine = namespace()["engine"]
@@ -70,8 +70,8 @@ def optimizer_bits():
     Whole gradients or shards of them that a step has left would be in it too, but for memory that
     the next backward pass writes over.
     """
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import digest
-    from zerolab.practice.rank import namespace
 
     flats, left = [], []
     for unit in namespace()["engine"].units:
@@ -83,7 +83,7 @@ def optimizer_bits():
 
 
 def the_loss_scale():
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     return namespace()["loss_scale"]
 
@@ -93,7 +93,7 @@ def poison(rank, name, value=float("nan")):
 
     With `rank` None, the gradients of all ranks.
     """
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     engine = namespace()["engine"]
     param = dict(engine.model.named_parameters())[name]
@@ -102,7 +102,7 @@ def poison(rank, name, value=float("nan")):
 
 
 def heal():
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     if "poison" in namespace():
         namespace().pop("poison").remove()
@@ -110,8 +110,8 @@ def heal():
 
 def trainer_state():
     """The bits of everything that a Trainer's rank holds, its random state and its curve."""
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.measure import digest
-    from zerolab.practice.rank import namespace
 
     trainer, flats = namespace()["trainer"], []
     for unit in trainer.engine.units:
@@ -310,7 +310,7 @@ def test_the_loss_scale_moves_as_torch_s_own_does():
 
 def scale_from(loss_scale):
     """Gives a Trainer in fp16 another scale to begin with: one that moves within a few steps."""
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     if namespace()["trainer"].loss_scale:
         namespace()["trainer"].loss_scale = loss_scale
@@ -343,7 +343,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(world_of, tmp_p
 
 def save_bare(folder, steps):
     from zerolab.practice import checkpoint
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     checkpoint.save(namespace()["trainer"].engine, folder, steps, {"by": "hand"})
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from zerolab.practice import host, launch
+from zerolab.practice.launcher import host, launch
 from zerolab.practice.world import RankError, RankTimeout, World
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,13 +32,13 @@ HANG_GUARD_S = 60.0  # decides nothing: a test that needs it has failed
 
 
 def my_rank():
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     return namespace()["RANK"]
 
 
 def keep(value):
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     namespace()["kept"] = value
 
@@ -547,7 +547,7 @@ def test_a_rank_that_calls_exit_stays_and_is_named(world):
 
 
 def test_a_segmentation_fault_says_what_most_likely_was_read():
-    from zerolab.practice.report import exit_text
+    from zerolab.practice.launcher.report import exit_text
 
     text = "was killed by SIGSEGV (exit code -11): perhaps it read a parameter that stage 3 keeps "
     assert exit_text(-signal.SIGSEGV) == text + "in memory only while it is used"
@@ -626,7 +626,7 @@ def test_too_many_ranks_are_refused_with_the_number_that_fits(monkeypatch):
 
 
 def test_where_the_loopback_is_off_a_world_says_how_it_is_turned_on(monkeypatch, tmp_path):
-    from zerolab.practice import group, system
+    from zerolab.practice.launcher import group, system
 
     monkeypatch.setattr(system, "interface_of", lambda address: None)
     with pytest.raises(RuntimeError, match="loopback is off: turn it on, as in ip link set lo up"):
@@ -806,7 +806,7 @@ def test_spawned_ranks_behave_the_same(monkeypatch):
 
 LESSON = """
     import os, sys
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
     from zerolab.practice.world import World
     def work(x):
         import torch, torch.distributed as dist

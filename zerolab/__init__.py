@@ -40,4 +40,4 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext zerolab` brings the cell magic %%ranks."""
-    importlib.import_module("zerolab.practice.magic").load_ipython_extension(ipython)
+    importlib.import_module("zerolab.practice.launcher.magic").load_ipython_extension(ipython)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from zerolab import RankError, World
-from zerolab.practice import host
+from zerolab.practice.launcher import host
 
 CELL = """def step(absent, how):
     import torch, torch.distributed as dist
@@ -35,7 +35,7 @@ def step():
 
 
 def lacking():
-    from zerolab.practice import launch, rank, system
+    from zerolab.practice.launcher import launch, rank, system
 
     sees = [hasattr(rank.os, "setsid"), hasattr(rank.signal, "pthread_kill")]
     sees += [hasattr(system.faulthandler, "register"), system.PIPES_HAVE_DESCRIPTORS]
@@ -56,14 +56,14 @@ def circle():
 def hold_pythons_lock():
     import re
 
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     if namespace()["RANK"] == 1:
         re.match(r"(a+)+$", "a" * 64 + "b")  # takes ages inside C
 
 
 def loop(folder):
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     namespace()["kept"] = 7
     Path(folder, str(namespace()["RANK"])).touch()
@@ -77,7 +77,7 @@ def sleep(folder):
 
 
 def talk():
-    from zerolab.practice.rank import namespace
+    from zerolab.practice.launcher.rank import namespace
 
     for word in ("first", "Ψ"):
         print(word, "of", namespace()["RANK"])

@@ -52,8 +52,8 @@ def add_train(commands: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from zerolab.practice import rank
-    from zerolab.practice.launch import launched
+    from zerolab.practice.launcher import rank
+    from zerolab.practice.launcher.launch import launched
     from zerolab.practice.snapshots import finished
 
     a = arguments

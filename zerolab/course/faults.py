@@ -18,12 +18,12 @@ from zerolab.practice import data
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
+from zerolab.practice.launcher.rank import namespace
+from zerolab.practice.launcher.report import RankTimeout
 from zerolab.practice.measure import digest
 from zerolab.practice.meter import COLLECTIVES, KINDS, Meter, label
 from zerolab.practice.norm import clip_scale
-from zerolab.practice.rank import namespace
 from zerolab.practice.reduction import GradientReduction
-from zerolab.practice.report import RankTimeout
 from zerolab.practice.sharding import shard_of
 from zerolab.practice.stage2 import Stage2
 from zerolab.practice.unit import Unit

@@ -46,7 +46,7 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    from zerolab.practice.host import free_bytes
+    from zerolab.practice.launcher.host import free_bytes
 
     free = free_bytes()
     advice = "" if free > 1e9 else "Close other programs: four ranks need about 0.3 GB."
@@ -55,7 +55,7 @@ def _memory() -> Finding:
 
 def _processes() -> list[Finding]:
     """What is left of a limit of processes and threads, where there is one."""
-    from zerolab.practice.host import tasks_left
+    from zerolab.practice.launcher.host import tasks_left
 
     if (left := tasks_left()) is None:
         return []
@@ -64,7 +64,7 @@ def _processes() -> list[Finding]:
 
 
 def _ranks() -> list[Finding]:
-    from zerolab.practice.launch import start_method
+    from zerolab.practice.launcher.launch import start_method
     from zerolab.practice.world import World
 
     how = "forked from a server that has loaded torch"

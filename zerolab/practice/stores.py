@@ -17,8 +17,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zerolab.practice import rank
 from zerolab.practice.adamw import AdamW, AdamWOptions
+from zerolab.practice.launcher import rank
 from zerolab.practice.statefile import Buffer, StateFile
 from zerolab.practice.unit import Unit
 

@@ -14,10 +14,10 @@ from zerolab.practice import checkpoint, data
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
+from zerolab.practice.launcher.rank import namespace
 from zerolab.practice.measure import STAGES
 from zerolab.practice.offload import Offload, Offloaded
 from zerolab.practice.precision import LossScale, precision_of
-from zerolab.practice.rank import namespace
 from zerolab.practice.sharding import shard_range
 from zerolab.practice.snapshots import CheckpointError
 from zerolab.practice.step import StepError, train_step

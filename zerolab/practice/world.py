@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterable
 from multiprocessing import connection
 from typing import Any
 
-from zerolab.practice import launch, report, system
-from zerolab.practice import rank as rank_side
-from zerolab.practice.attached import Attached
-from zerolab.practice.launch import start_server
-from zerolab.practice.rank import Activity, Failure, Setup
-from zerolab.practice.report import RankError, RankTimeout, said
+from zerolab.practice.launcher import launch, report, system
+from zerolab.practice.launcher import rank as rank_side
+from zerolab.practice.launcher.attached import Attached
+from zerolab.practice.launcher.launch import start_server
+from zerolab.practice.launcher.rank import Activity, Failure, Setup
+from zerolab.practice.launcher.report import RankError, RankTimeout, said
 from zerolab.practice.toy import Toy
 
 __all__ = ["Attached", "RankError", "RankTimeout", "World", "start_server"]
@@ -128,9 +128,10 @@ class World:
     ) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank (of `ranks`); return the results in that order.
 
-        The function is sent by value; what it keeps goes into `zerolab.practice.rank.namespace()`.
-        What ranks print is shown when the call ends, in rank order, up to 1 MB a rank. After an
-        error the world is usable and variables are kept; groups besides the default one are gone.
+        The function is sent by value; what it keeps goes into `namespace()` of
+        `zerolab.practice.launcher.rank`. What ranks print is shown when the call ends, in rank
+        order, up to 1 MB a rank. After an error the world is usable and variables are kept; groups
+        besides the default one are gone.
 
         Raises TypeError for what cannot be sent, RankError for a rank that failed, RankTimeout
         after `timeout` seconds (the world's own by default).

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zerolab.practice.private_net import raise_loopback
+from zerolab.practice.launcher.private_net import raise_loopback
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,

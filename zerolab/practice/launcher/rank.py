@@ -32,8 +32,9 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from zerolab.practice import system, toy
-from zerolab.practice.group import (
+from zerolab.practice import toy
+from zerolab.practice.launcher import system
+from zerolab.practice.launcher.group import (
     forget_what_was_stopped,
     join_group,
     leave_group,

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from zerolab.practice import group, system
-from zerolab.practice import rank as rank_side
+from zerolab.practice.launcher import group, system
+from zerolab.practice.launcher import rank as rank_side
 
 
 def _interface() -> str | None:

@@ -22,7 +22,7 @@ from multiprocessing import util
 
 import psutil
 
-from zerolab.practice import private_net, system
+from zerolab.practice.launcher import private_net, system
 
 GROUPS, MEMBERSHIP = "/sys/fs/cgroup", "/proc/self/cgroup"  # control groups, of both versions
 FOLDER = "ZEROLAB_FOLDER"  # tells the ranks' server which folder goes with it

@@ -10,7 +10,7 @@ import socket
 import stat
 from typing import Any
 
-from zerolab.practice import private_net, system
+from zerolab.practice.launcher import private_net, system
 
 GROUP_TIMEOUT = datetime.timedelta(days=1)  # the notebook's own limit comes first
 

@@ -7,7 +7,7 @@ import linecache
 import re
 from typing import Any
 
-from zerolab.practice.report import said
+from zerolab.practice.launcher.report import said
 from zerolab.practice.world import latest_world
 
 

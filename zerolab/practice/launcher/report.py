@@ -13,8 +13,8 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from zerolab.practice import host, system
-from zerolab.practice.rank import Activity, Failure, Frame
+from zerolab.practice.launcher import host, system
+from zerolab.practice.launcher.rank import Activity, Failure, Frame
 
 MOST_FRAMES = 40  # of a stack that are shown: a recursion without end has a thousand
 OWN_COLLECTIVES = os.path.join("zerolab", "practice", "comm.py")

@@ -16,18 +16,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerolab.practice import host, system
-from zerolab.practice import rank as rank_side
-from zerolab.practice.rank import Pipes, Setup
+from zerolab.practice.launcher import host, system
+from zerolab.practice.launcher import rank as rank_side
+from zerolab.practice.launcher.rank import Pipes, Setup
 
 PRELOAD = (
-    "zerolab.practice.private_net",  # first: it needs a process with one thread
+    "zerolab.practice.launcher.private_net",  # first: it needs a process with one thread
     "torch",
     "torch.distributed",
     "cloudpickle",
     "psutil",
-    "zerolab.practice.host",
-    "zerolab.practice.rank",
+    "zerolab.practice.launcher.host",
+    "zerolab.practice.launcher.rank",
 )
 OUTPUT_LIMIT_BYTES = 1_000_000  # of a rank's printing that are kept in each call
 
