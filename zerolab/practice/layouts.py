@@ -73,11 +73,8 @@ class Calls(Meter):
 
     def settled(self) -> dict[str, int]:
         """What is held once the process group's threads have let go of their buffers."""
-        return steady(self._look)
-
-    def _look(self) -> dict[str, int]:
         gc.collect()
-        return self.held()
+        return steady(self.held)
 
 
 def fsdp1(model: nn.Module, strategy: str, dtype: torch.dtype, mesh: Any = None) -> Peer:

@@ -85,10 +85,10 @@ class Witness(Meter):
 
     def alive(self) -> dict[int, tuple[int, str]]:
         """Bytes and kind of each storage that lives now, and goes on living a moment later."""
+        gc.collect()
         return steady(self._sizes)
 
     def _sizes(self) -> dict[int, tuple[int, str]]:
-        gc.collect()
         self.held()
         return {key: (size, kind) for key, (_, size, kind, _) in self._live.items() if size}
 
