@@ -104,8 +104,8 @@ class LlamaBlock(nn.Module):
 def _rotated(x: Tensor) -> Tensor:
     """Rotary positions of (batch, heads, time, head): each pair turned by an angle of its own."""
     time, half = x.shape[-2], x.shape[-1] // 2
-    rates = 10_000.0 ** (-torch.arange(half) / half)
-    angles = torch.arange(time)[:, None] * rates
+    rates = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(time, device=x.device)[:, None] * rates
     cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * cosine - right * sine, left * sine + right * cosine], dim=-1)

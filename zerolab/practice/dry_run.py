@@ -1,8 +1,9 @@
 """A step of a model that no laptop holds, on one of a thousand ranks that are not there.
 
-Tensors have shapes and no memory (torch's FakeTensorMode), and the process group sends nothing
-(torch's "fake" backend). The code is the real one: the stages', or fully_shard's. The meter counts
-what it would hold and what it hands over, from the sizes of the very buffers.
+Tensors have shapes and no memory: the stages' lie on torch's meta device, and fully_shard's, which
+must lie on a CPU, are torch's fake tensors, slower by far. The process group sends nothing (torch's
+"fake" backend). The code is the real one: the stages', or fully_shard's. The meter counts what it
+would hold and what it hands over, from the sizes of the very buffers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerolab.practice.architectures import Architecture, Decoder
@@ -76,6 +78,7 @@ class DryCount:
 
 
 _DEVICE = torch.ops.prim.device.default  # where is this tensor?
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
 
 
 class OneBookingComm(Comm):
@@ -123,7 +126,12 @@ class ModuleMeter(Meter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # two of three operations; the fake mode takes longer
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _LAYER_NORM and args[0].is_meta:  # a CPU keeps mean and deviation as short
+            result = result[0], *(kept.to(args[0].dtype) for kept in result[1:])
+            for kept in result:
+                self.see(kept)
+        return result
 
     def _compare_peak(self) -> None:
         total = self._held.total()
@@ -170,12 +178,38 @@ def fake_group(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _without_memory() -> Any:
+def _fakes() -> Any:
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
         raise RuntimeError(_lacks("tensors without memory")) from None
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _nowhere() -> Iterator[None]:
+    """New tensors lie on the meta device, and attend with the kernel that a CPU has for it.
+
+    Left to itself torch would take attention apart there, and keep what no CPU keeps.
+    """
+    attend = F.scaled_dot_product_attention
+    kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if kernel is None:
+        raise RuntimeError(_lacks("kernel of a CPU for attention"))
+
+    def attend_as_a_cpu(
+        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool = False
+    ) -> Tensor:
+        if any(each.stride(-1) != 1 for each in (query, key, value)):  # it takes no such tensor
+            return attend(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
+        return kernel(query, key, value, is_causal=is_causal)[0]
+
+    F.scaled_dot_product_attention = attend_as_a_cpu  # type: ignore[assignment]
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        F.scaled_dot_product_attention = attend
 
 
 @contextlib.contextmanager
@@ -208,8 +242,8 @@ def dry_count(job: DryJob) -> DryCount:
             f"{job.tokens:,} tokens are more than {job.model.name} looks back on: give at most "
             f"{job.model.context:,}."
         )
-    without_memory = _without_memory()
-    with without_memory:
+    fakes = _fakes() if job.peer else None  # one mode, entered twice
+    with fakes or _nowhere():
         model = Decoder(job.model, job.recompute)
         params, shapes = num_parameters(model), [tuple(p.shape) for p in model.parameters()]
     if params < job.ranks:
@@ -219,7 +253,7 @@ def dry_count(job: DryJob) -> DryCount:
             from torch.distributed.device_mesh import init_device_mesh
 
             mesh = init_device_mesh("cpu", (job.ranks,))  # its list of ranks has memory
-        with without_memory:
+        with fakes or _nowhere():
             if job.peer:  # made unwatched: fully_shard cuts each parameter in N pieces to keep one
                 engine: Any = fsdp2(model, reshard=DRY_PEERS[job.peer], mesh=mesh)
             with ModuleMeter() as meter, hear_resizes(meter):

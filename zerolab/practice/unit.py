@@ -108,9 +108,9 @@ class Unit:
     def _buffer(self) -> Tensor:
         """`full_grads`, of which only the padding is written if it is new."""
         if self.full_grads is None:
-            empty = torch.empty(self.padded, dtype=self.precision.gradient)
+            empty = self.full_params.new_empty(self.padded, dtype=self.precision.gradient)
             self.full_grads = label(empty, "gradients")
-            self.full_grads[self.numel :] = 0
+            self.full_grads[self.numel :].zero_()
             self._unwritten = set(range(len(self.params)))
         return self.full_grads
 
@@ -126,7 +126,9 @@ class Unit:
     def own_grads(self) -> Tensor:
         """`grad_shard`, made of zeros if there is none yet."""
         if self.grad_shard is None:
-            zeros = torch.zeros(self.param_shard.numel(), dtype=self.precision.gradient)
+            zeros = self.param_shard.new_zeros(
+                self.param_shard.numel(), dtype=self.precision.gradient
+            )
             self.grad_shard = label(zeros, "gradients")
         return self.grad_shard
 
