@@ -51,7 +51,7 @@ LINE_BUDGETS = {
     # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, a race
     # that takes its CPU time and what engines hold apart, checkpoints that a stranger may have made
     # or that lie among other things, models and losses that a stage cannot take; ten wait until a
-    # count is steady
+    # count is steady, ten refuse weights that a step would undo
     "rest of practice": (
         [
             p
@@ -59,7 +59,7 @@ LINE_BUDGETS = {
             if p.parent.name == "practice"
             and p.stem not in [*ENGINE, "world", *OFFLOAD, *WITNESSES]
         ],
-        2010,
+        2020,
     ),
     # where derived meets counted: stages, peers, tiers, a thousand ranks, a step moment by moment,
     # any step by its bytes, twelve faults, published figures, what DeepSpeed does; and the errata,

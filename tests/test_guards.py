@@ -120,6 +120,32 @@ def removed(model):
     model.head.out.bias = None
 
 
+def loaded(model):
+    model.load_state_dict({})
+
+
+def loaded_in_part(model):
+    model.head.norm.load_state_dict({"weight": torch.ones(12), "bias": torch.ones(12)})
+
+
+@pytest.mark.parametrize("how", [loaded, loaded_in_part])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_are_loaded_after_wrapping_are_refused_and_none_is_changed(
+    world_of, stage, how
+):
+    world = world_of(2)
+    world.run(begin, stage)
+    expected = world.run(passes)
+    world.run(begin, stage)
+    expect_refusal(
+        lambda: world.run(change, how),
+        "load_state_dict after a stage has wrapped the model would be undone by the next step: "
+        "load the weights before you wrap it, or go on from a checkpoint of zerolab",
+        "RuntimeError",
+    )
+    assert world.run(passes) == expected
+
+
 def moved(model):
     model.head.norm.weight.data = model.head.norm.weight.data.float()
 

@@ -72,6 +72,7 @@ def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
     """From now on a forward pass begins with a look: is each parameter still its unit's own?
 
     One that is not in its unit's buffers would keep its value, and not be updated or gathered.
+    Weights cannot be loaded any more: master weights would not know of them.
     """
     own = {name: (param, unit) for unit in dict.fromkeys(units)
            for name, param in zip(unit.names, unit.params, strict=True)}  # fmt: skip
@@ -87,6 +88,15 @@ def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
 
     look.zerolab_look = True  # type: ignore[attr-defined]
     model.register_forward_pre_hook(look)
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_refuse_loading)
+
+
+def _refuse_loading(*_: Any) -> None:
+    raise RuntimeError(
+        "load_state_dict after a stage has wrapped the model would be undone by the next step: "
+        "load the weights before you wrap it, or go on from a checkpoint of zerolab's."
+    )
 
 
 def _change(param: nn.Parameter | None, wrapped: nn.Parameter | None, unit: Any) -> str | None:
