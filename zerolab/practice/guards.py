@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from zerolab.practice.comm import Comm
 
 
 class StepError(ValueError):
@@ -66,6 +70,27 @@ def expect_unwrapped(model: nn.Module) -> None:
     """ValueError for a model whose parameters another stage has in its units already."""
     if any(getattr(hook, "zerolab_look", False) for hook in model._forward_pre_hooks.values()):
         raise ValueError("This model is in a stage already: make a new one for another stage.")
+
+
+def told(comm: Comm, numbers: list[float]) -> list[list[float]]:
+    """Every rank's numbers, by rank."""
+    table = torch.zeros(comm.world_size, len(numbers), dtype=torch.float64)
+    table[comm.rank] = torch.tensor(numbers, dtype=torch.float64)
+    return comm.control_sum(table.flatten()).view(table.shape).tolist()
+
+
+def expect_same_weights(model: nn.Module, comm: Comm) -> None:
+    """ValueError, on all ranks alike, where a rank's weights are not rank 0's to the bit."""
+    if comm.world_size == 1 or dist.get_backend() == "fake":  # a dry run has no values
+        return
+    bits = [param.detach().float().view(torch.int32).sum() for param in model.parameters()]
+    mark = sum(place * int(of_param) for place, of_param in enumerate(bits, 1)) % 2**53
+    marks = told(comm, [mark])
+    if others := [rank for rank in range(comm.world_size) if marks[rank] != marks[0]]:
+        raise ValueError(
+            f"Rank {others[0]}'s weights differ from rank 0's: call torch.manual_seed(0) on every "
+            "rank before you make the model, or load the same weights."
+        )
 
 
 def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
