@@ -261,3 +261,21 @@ def test_python_m_zerolab_is_the_same_command():
     )
     assert done.returncode == 0, done.stderr
     assert "16" in done.stdout
+
+
+INTERRUPTED = """
+import runpy, sys
+
+class CtrlC:
+    def find_spec(self, name, path, target=None):
+        if name == "zerolab.commands.train":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("zerolab", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line():
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "zerolab: stopped\n")

@@ -250,7 +250,8 @@ def test_the_lessons_are_where_they_are_looked_for():
     assert os.path.isdir(classroom.released())
 
 
-def test_a_run_that_is_stopped_leaves_nothing_and_the_next_has_nothing_to_fear(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_leaves_nothing_and_the_next_has_nothing_to_fear(tmp_path, sent):
     source = next((ROOT / "solutions").glob("05_*.ipynb"))
     (tmp_path / "in" / "ada").mkdir(parents=True)
     (tmp_path / "in" / "ada" / source.name).write_bytes(source.read_bytes())
@@ -264,8 +265,11 @@ def test_a_run_that_is_stopped_leaves_nothing_and_the_next_has_nothing_to_fear(t
     )
     while not list(scratch.glob("zerolab-grade-*/zerolab-box-*")) and process.poll() is None:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(sent)
+    process.send_signal(signal.SIGTERM)  # once more, while it tidies up
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert "stopped after 0 of 1" in said
     assert list(scratch.iterdir()) == []
+    assert started and psutil.wait_procs(started, 10)[1] == []

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import signal
 import threading
 from pathlib import Path
 
@@ -470,6 +471,42 @@ def test_ctrl_c_while_the_workers_begin_ends_those_that_have_begun(tmp_path, mon
         classroom.grade_class(found, classroom.released(), classroom.Store(None))
     begun[0].join(30)
     assert (len(begun), ended) == (1, [True]), "it was told to stop"
+
+
+def test_sigterm_keeps_the_grades_that_are_made(tmp_path, monkeypatch, capsys):
+    for student in ("ada", "bob"):
+        notebook(tmp_path / "in" / student / "05_zero_stage_1.ipynb")
+
+    def grade(worker, one, lesson, release, stop):
+        if one.student == "ada":
+            return graded("ada", 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.wait(20)
+        return None
+
+    monkeypatch.setattr(judges.Worker, "grade", grade)
+    out = tmp_path / "grades.csv"
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["grade", str(tmp_path / "in"), "-j", "1", "--out", str(out)]) == 130
+    assert "stopped after 1 of 2; run it again to go on" in capsys.readouterr().err
+    assert len(list((tmp_path / "grades.parts").iterdir())) == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("given", [[], ["--out", "grades.csv"], ["--json"]])
+@pytest.mark.parametrize("fault", ["a full disk", "a folder"])
+def test_a_page_that_cannot_be_written_costs_no_grades(tmp_path, monkeypatch, capsys, given, fault):
+    monkeypatch.chdir(tmp_path)
+    notebook(Path("in/ada/05_zero_stage_1.ipynb"))
+    monkeypatch.setattr(judges.Worker, "grade", lambda *_: graded("ada", 1))
+    page = Path("pages/ada.html")
+    page.parent.mkdir()
+    page.symlink_to("/dev/full") if fault == "a full disk" else page.mkdir()
+    assert cli.main(["grade", "in", "--feedback", "pages", *given]) == 2
+    printed = capsys.readouterr()
+    assert ("grades.csv" if "--out" in given else "ada") in printed.out
+    assert printed.err.startswith(f"zerolab grade: the page {page} cannot be written: ")
+    assert printed.err.count("\n") == 1
 
 
 def test_a_judge_that_never_ends_costs_a_few_processes_and_what_was_judged_stands(

@@ -120,6 +120,71 @@ def removed(model):
     model.head.out.bias = None
 
 
+def seeded(rank=None):
+    """A model whose weights differ on that rank, in one that is tied, beside odd parameters."""
+    import torch.distributed as dist
+
+    model = GPT(SMALL)
+    model.head.none = torch.nn.Parameter(torch.empty(0))
+    model.head.one = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+    model.head.tied = model.head.out.bias
+    if dist.get_rank() == rank:
+        model.head.out.bias.data[3] = 1e-7
+    return model
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "offload"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_weights_that_differ_between_ranks_are_refused_on_every_rank(world_of, stage, rank):
+    def wrap(stage, rank):
+        from zerolab.practice.comm import Comm
+        from zerolab.practice.measure import STAGES as ENGINES
+        from zerolab.practice.meter import Meter
+        from zerolab.practice.offload import Offloaded
+
+        with Meter() as meter:
+            try:
+                if stage == "offload":
+                    Offloaded(3, seeded(rank), Comm())
+                else:
+                    ENGINES[stage](seeded(rank), Comm())
+            except ValueError as error:
+                return str(error), meter.sent_bytes()["total"]
+            return "", meter.sent_bytes()["total"]
+
+    world, first = world_of(3), rank or 1  # all others differ from a rank 0 that is odd
+    words = f"Rank {first}'s weights differ from rank 0's: call torch.manual_seed(0) on every rank"
+    assert all(said.startswith(words) for said, _ in world.run(wrap, stage, rank))
+    assert world.run(wrap, stage, None) == [("", 0)] * 3
+    assert world_of(1).run(wrap, stage, 0) == [("", 0)]
+
+
+def loaded(model):
+    model.load_state_dict({})
+
+
+def loaded_in_part(model):
+    model.head.norm.load_state_dict({"weight": torch.ones(12), "bias": torch.ones(12)})
+
+
+@pytest.mark.parametrize("how", [loaded, loaded_in_part])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_are_loaded_after_wrapping_are_refused_and_none_is_changed(
+    world_of, stage, how
+):
+    world = world_of(2)
+    world.run(begin, stage)
+    expected = world.run(passes)
+    world.run(begin, stage)
+    expect_refusal(
+        lambda: world.run(change, how),
+        "load_state_dict after a stage has wrapped the model would be undone by the next step: "
+        "load the weights before you wrap it, or go on from a checkpoint of zerolab",
+        "RuntimeError",
+    )
+    assert world.run(passes) == expected
+
+
 def moved(model):
     model.head.norm.weight.data = model.head.norm.weight.data.float()
 

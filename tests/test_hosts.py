@@ -69,6 +69,29 @@ def test_torchrun_trains_the_same_bits_and_one_rank_speaks(on_own_ranks, free_po
     assert json.loads(out) == on_own_ranks
 
 
+ALONE = """
+import datetime, sys
+from zerolab.cli import main
+from zerolab.practice.launcher import attached, group
+
+attached.SILENT_S, group.GROUP_TIMEOUT = 1.0, datetime.timedelta(seconds=6)
+sys.exit(main(["train", "--stage", "1"]))
+"""
+
+
+@pytest.mark.parametrize(("rank", "words"), [(0, "ranks 1, 2"), (1, "rank 0"), (2, "rank 0")])
+def test_a_rank_whose_partners_never_come_says_for_whom_it_waits(free_port, rank, words):
+    given = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    process = start([sys.executable, "-c", ALONE], **given, MASTER_PORT=free_port)
+    out, said = process.communicate(timeout=LIMIT_S)
+    waits = f"rank {rank} waits for {words} of 3 at 127.0.0.1:{free_port}"
+    lines = said.splitlines()
+    assert f"zerolab: {waits}" in lines
+    assert lines[-1].startswith(f"zerolab train: {waits} in vain: start all ranks with")
+    assert "Traceback" not in said
+    assert (process.returncode, out) == (2, "")
+
+
 def test_sruns_variables_are_enough_and_a_checkpoint_goes_from_one_to_the_other(
     on_own_ranks, free_port, tmp_path, capsys
 ):

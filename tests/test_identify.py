@@ -1,6 +1,10 @@
 """A step is named by what it held and sent; impostors are exposed by their bytes."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -404,6 +408,58 @@ def test_a_file_that_does_not_do_gets_one_sentence(
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+BAD_STEPS = """
+from zerolab.practice.stage2 import Stage2
+
+def fails(model, comm):
+    def step(tokens, targets):
+        raise KeyError("on purpose")
+    return step
+
+def fails_on_one(model, comm):
+    engine = Stage2(model, comm)
+    def step(tokens, targets):
+        if comm.rank == 1:
+            raise KeyError("on purpose")
+        engine.backward(model.loss(tokens, targets))
+    return step
+
+def trains_nothing(model, comm):
+    def step(tokens, targets):
+        model.loss(tokens, targets).backward()
+        model.zero_grad()
+    return step
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fails", ["The step stopped on rank 0: KeyError: 'on purpose'",
+                   "The step stopped on rank 1: KeyError: 'on purpose'"]),
+        ("fails_on_one", ["The step stopped on rank 1: KeyError: 'on purpose'"]),
+        ("trains_nothing", ["The step trains nothing: after a step every weight is as it was."]),
+    ],
+)  # fmt: skip
+def test_of_a_launchers_ranks_one_tells_of_a_bad_step_in_one_sentence(tmp_path, name, words):
+    (tmp_path / "steps.py").write_text(BAD_STEPS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "zerolab", "identify", f"{tmp_path / 'steps.py'}:{name}"]
+    given = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen([*command, "--ranks", "2"], env={**given, "RANK": rank}, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    out, said = zip(*(rank.communicate(timeout=240) for rank in ranks), strict=True)
+    sentences = [line for line in "".join(said).splitlines() if "zerolab: rank" not in line]
+    assert len(sentences) == 1
+    assert sentences[0] in [f"zerolab identify: {text}" for text in words]
+    assert out == ("", "") and [rank.returncode for rank in ranks] == [2, 2]
 
 
 def test_every_name_but_none_can_come_out():

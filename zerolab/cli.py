@@ -1,7 +1,7 @@
 """The zerolab command: parses, calls, prints.
 
 Exit 0 when all agrees, 1 when something does not, 2 when what was asked makes no sense, 130 after
-Ctrl-C, 141 when nobody reads on what is printed (`zerolab plan ... | head -1`).
+Ctrl-C (grade: or SIGTERM), 141 when nobody reads on what is printed (`zerolab plan ... | head -1`).
 """
 
 from __future__ import annotations

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,31 @@ def add_grade(commands: Any) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Exit 0 where every notebook could be graded, 1 where one could not."""
+    with _one_stop():
+        return _grade(a)
+
+
+@contextlib.contextmanager
+def _one_stop() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does; a second of either would leave things behind."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    heard = [one for one, how in before.items() if how not in (signal.SIG_IGN, None)]
+
+    def stop(*_: object) -> None:
+        for one in heard:
+            signal.signal(one, lambda *_: None)
+        raise KeyboardInterrupt
+
+    for one in heard:
+        signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        for one in heard:
+            signal.signal(one, before[one])
+
+
+def _grade(a: argparse.Namespace) -> int:
     from zerolab.course.grading import classroom, report, sandbox
 
     if a.j < 1:
@@ -56,8 +84,6 @@ def run(a: argparse.Namespace) -> int:
     rows = report.table(grades, everybody)
     if a.out:
         report.write_csv(a.out, rows)
-    if a.feedback:
-        report.write_feedback(a.feedback, grades)
     if a.json:
         print(json.dumps([graded.as_dict() for graded in grades], indent=2))
     elif a.out:
@@ -66,6 +92,8 @@ def run(a: argparse.Namespace) -> int:
         print(_as_text(rows))
     for name in sorted({graded.student for graded in grades} - set(everybody)) if everybody else []:
         print(f"zerolab grade: {name} is not in {a.class_list}", file=sys.stderr)
+    if a.feedback:  # last: a page that cannot be written costs no grade
+        report.write_feedback(a.feedback, grades)
     return 1 if any(graded.error for graded in grades) else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 from typing import Any
@@ -29,6 +30,7 @@ def add_identify(commands: Any) -> None:
 
 def _identify(options: argparse.Namespace) -> int:
     from zerolab.course.identify import identify
+    from zerolab.practice.launcher.launch import launched
     from zerolab.practice.observe import load
 
     file, colon, function = options.what.rpartition(":")
@@ -37,5 +39,7 @@ def _identify(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # what the file prints is no part of the result
         load(file, function)  # what is wrong with the file is said before ranks start
         found = identify((file, function), options.ranks, options.claim, options.timeout)
+    if launched() and os.environ["RANK"] != "0":  # of a launcher's ranks the first one speaks
+        return 0 if found.agrees else 1
     print(json.dumps(found.as_dict(), indent=2) if options.json else found.as_text())
     return 0 if found.agrees else 1

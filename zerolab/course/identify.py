@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from zerolab.practice.observe import Seen, observe
-from zerolab.practice.world import RankError, RankTimeout, World
+from zerolab.practice.world import Attached, RankError, RankTimeout, World
 from zerolab.theory.memory import held_bytes
 from zerolab.theory.traffic import sent_bytes
 from zerolab.theory.values import one_of
@@ -30,6 +32,10 @@ _THEORY: dict[str, tuple[int, int | str]] = {
 NEAR = 0.12  # how far from a whole number of parts a kind may be: small buffers, uneven shards
 LIMIT_S = 60.0
 _KINDS = ("parameters", "gradients", "optimizer_states")
+
+
+class TrainsNothing(ValueError):
+    """After a step every weight is as it was."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +106,37 @@ def identify(
         raise ValueError(f"On {ranks} rank every stage is the same: use at least 2.")
     try:
         if world is None:
-            with World(ranks, timeout=timeout) as own_world:
-                seen = own_world.run(observe, make)
-        else:
-            seen = world.run(observe, make, timeout=timeout)
-            ranks = world.size
+            with World(ranks, timeout=timeout) as own_world, _one_tells(own_world):
+                return name_it(own_world.run(observe, make), own_world.size, claimed)
+        return name_it(world.run(observe, make, timeout=timeout), world.size, claimed)
     except RankTimeout as error:
         where = str(error).partition(": ")[2]
         raise ValueError(f"The step did not return within {timeout:g} s: {where}.") from None
     except RankError as error:
         raise ValueError(f"The step stopped on {str(error).splitlines()[0]}") from None
-    return name_it(seen, ranks, claimed)
+
+
+@contextlib.contextmanager
+def _one_tells(world: Any) -> Iterator[None]:
+    """Of a launcher's ranks, on which errors come up, the first tells of it in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(world, Attached):
+            raise
+        if not world.first():
+            raise SystemExit(2) from None
+        if isinstance(error, TrainsNothing):
+            raise
+        where = f"rank {os.environ['RANK']}: {type(error).__name__}"
+        raise ValueError(f"The step stopped on {where}: {error}") from None
 
 
 def name_it(seen: list[Seen], ranks: int, claimed: str | None = None) -> Identified:
-    """Names what every rank showed; ValueError where the step trained nothing."""
+    """Names what every rank showed; raises TrainsNothing."""
     first = seen[0]
     if all(s.weights[0] == s.weights[1] for s in seen):
-        raise ValueError("The step trains nothing: after a step every weight is as it was.")
+        raise TrainsNothing("The step trains nothing: after a step every weight is as it was.")
     held, kept, sent, elements = (
         _mean([getattr(s, name) for s in seen]) for name in ("held", "kept", "sent", "elements")
     )

@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from zerolab.practice.comm import Comm
 
 
 class StepError(ValueError):
@@ -68,10 +72,32 @@ def expect_unwrapped(model: nn.Module) -> None:
         raise ValueError("This model is in a stage already: make a new one for another stage.")
 
 
+def told(comm: Comm, numbers: list[float]) -> list[list[float]]:
+    """Every rank's numbers, by rank."""
+    table = torch.zeros(comm.world_size, len(numbers), dtype=torch.float64)
+    table[comm.rank] = torch.tensor(numbers, dtype=torch.float64)
+    return comm.control_sum(table.flatten()).view(table.shape).tolist()
+
+
+def expect_same_weights(model: nn.Module, comm: Comm) -> None:
+    """ValueError, on all ranks alike, where a rank's weights are not rank 0's to the bit."""
+    if comm.world_size == 1 or dist.get_backend() == "fake":  # a dry run has no values
+        return
+    bits = [param.detach().float().view(torch.int32).sum() for param in model.parameters()]
+    mark = sum(place * int(of_param) for place, of_param in enumerate(bits, 1)) % 2**53
+    marks = told(comm, [mark])
+    if others := [rank for rank in range(comm.world_size) if marks[rank] != marks[0]]:
+        raise ValueError(
+            f"Rank {others[0]}'s weights differ from rank 0's: call torch.manual_seed(0) on every "
+            "rank before you make the model, or load the same weights."
+        )
+
+
 def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
     """From now on a forward pass begins with a look: is each parameter still its unit's own?
 
     One that is not in its unit's buffers would keep its value, and not be updated or gathered.
+    Weights cannot be loaded any more: master weights would not know of them.
     """
     own = {name: (param, unit) for unit in dict.fromkeys(units)
            for name, param in zip(unit.names, unit.params, strict=True)}  # fmt: skip
@@ -87,6 +113,15 @@ def refuse_changes(model: nn.Module, units: Iterable[Any]) -> None:
 
     look.zerolab_look = True  # type: ignore[attr-defined]
     model.register_forward_pre_hook(look)
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_refuse_loading)
+
+
+def _refuse_loading(*_: Any) -> None:
+    raise RuntimeError(
+        "load_state_dict after a stage has wrapped the model would be undone by the next step: "
+        "load the weights before you wrap it, or go on from a checkpoint of zerolab's."
+    )
 
 
 def _change(param: nn.Parameter | None, wrapped: nn.Parameter | None, unit: Any) -> str | None:

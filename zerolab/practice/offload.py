@@ -124,7 +124,7 @@ class Offloaded:
         self.stage, self.model, self.comm = stage, model, comm
         modules = modules_of(model) if stage > 1 else [model]
         with on_cpu():
-            self.needs = make_units(model, modules, comm.world_size, precision_of(recipe))
+            self.needs = make_units(model, modules, comm, precision_of(recipe))
             self.units = all_units(self.needs)
             self._make_stores()
             for unit in self.units:

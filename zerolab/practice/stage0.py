@@ -33,7 +33,7 @@ class Stage0:
         recipe: str = "adamw-mixed",
     ) -> None:
         self.model, self.comm = model, comm
-        self.needs = make_units(model, [model], comm.world_size, precision_of(recipe))
+        self.needs = make_units(model, [model], comm, precision_of(recipe))
         self.units = all_units(self.needs)
         for unit in self.units:
             unit.own(1, 0, options)  # the whole is the only shard

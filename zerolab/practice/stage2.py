@@ -36,7 +36,7 @@ class Stage2:
         overlap: bool = False,
     ) -> None:
         self.model, self.comm = model, comm
-        self.needs = make_units(model, modules_of(model), comm.world_size, precision_of(recipe))
+        self.needs = make_units(model, modules_of(model), comm, precision_of(recipe))
         self.units = all_units(self.needs)
         for unit in self.units:
             unit.own(comm.world_size, comm.rank, options)

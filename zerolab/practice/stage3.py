@@ -42,7 +42,7 @@ class Stage3:
             unit.own(comm.world_size, comm.rank, options, apart=True)
 
         modules, precision = modules_of(model), precision_of(recipe)
-        self.needs = make_units(model, modules, comm.world_size, precision, claim)
+        self.needs = make_units(model, modules, comm, precision, claim)
         self.units = all_units(self.needs)
         self.gathering = ParameterGathering(model, self.needs, comm, prefetch)
         self.reduction = GradientReduction(self.units, comm, overlap)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerolab.practice.comm import Comm
-from zerolab.practice.guards import GradientOverflow, StepError, forget_gradients
+from zerolab.practice.guards import GradientOverflow, StepError, forget_gradients, told
 from zerolab.practice.precision import LossScale
 
 NO_TARGET = -100  # a target that does not count, as for torch's cross_entropy
@@ -36,7 +35,7 @@ def train_step(
     """
     comm, model = engine.comm, engine.model
     tokens = [int((targets != NO_TARGET).sum()) for _, targets in batches]
-    ranks = _told(comm, [len(tokens), sum(tokens), min(tokens, default=0)])
+    ranks = told(comm, [len(tokens), sum(tokens), min(tokens, default=0)])
     for rank, (number, _, fewest) in enumerate(ranks):
         if number != ranks[0][0]:
             raise StepError(
@@ -54,7 +53,7 @@ def train_step(
             engine.backward(loss * (count * comm.world_size / total * (scale or 1)))
             mean += loss.item() * count / total
     names = [name for name, _ in model.named_parameters()]
-    ranks = _told(comm, [mean, names.index(bad[0]) if bad else -1])
+    ranks = told(comm, [mean, names.index(bad[0]) if bad else -1])
     where = [f"The gradient of {names[int(place)]} on rank {rank}"
              for rank, (_, place) in enumerate(ranks) if place >= 0]  # fmt: skip
     try:
@@ -73,13 +72,6 @@ def train_step(
         if loss_scale:
             loss_scale.update(overflowed=False)
     return math.fsum(part for part, _ in ranks)
-
-
-def _told(comm: Comm, numbers: list[float]) -> list[list[float]]:
-    """Every rank's numbers, by rank."""
-    table = torch.zeros(comm.world_size, len(numbers), dtype=torch.float64)
-    table[comm.rank] = torch.tensor(numbers, dtype=torch.float64)
-    return comm.control_sum(table.flatten()).view(table.shape).tolist()
 
 
 @contextlib.contextmanager

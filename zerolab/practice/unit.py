@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamW, AdamWOptions
 from zerolab.practice.comm import Comm
-from zerolab.practice.guards import expect_unwrapped, refuse_changes
+from zerolab.practice.guards import expect_same_weights, expect_unwrapped, refuse_changes
 from zerolab.practice.meter import label
 from zerolab.practice.precision import Precision
 from zerolab.practice.sharding import flatten, padded_numel, shard_of, views
@@ -165,7 +165,7 @@ class Unit:
 def make_units(
     model: nn.Module,
     modules: Iterable[nn.Module],
-    world_size: int,
+    comm: Comm,
     precision: Precision,
     claim: Callable[[Unit], None] = lambda unit: None,
 ) -> dict[nn.Module, list[Unit]]:
@@ -175,9 +175,10 @@ def make_units(
     needed by both. Trainable and frozen parameters of a module are two units, so that frozen
     ones get neither gradients nor optimizer states. `claim` is called with each unit before the
     next is made, so that no second copy of the whole model arises. ValueError for a parameter in
-    none of them, or a model that has been given to a stage before.
+    none of them, a model that has been given to a stage before, or one that ranks made otherwise.
     """
     expect_unwrapped(model)
+    expect_same_weights(model, comm)
     names = {id(param): name for name, param in model.named_parameters()}
     owner: dict[int, Unit] = {}
     needs: dict[nn.Module, list[Unit]] = {}
@@ -188,7 +189,7 @@ def make_units(
             new = [(names[key], p) for key, p in params.items()
                    if key not in owner and p.requires_grad == trainable]  # fmt: skip
             if new:
-                unit = Unit(new, world_size, precision)
+                unit = Unit(new, comm.world_size, precision)
                 claim(unit)
                 owner |= {id(param): unit for _, param in new}
                 needs[module].append(unit)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import queue
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -193,24 +191,11 @@ def grade_class(
         wait()
     except BaseException:
         stop.set()
-        with _no_second_interrupt():  # which would leave things behind
-            wait()
+        wait()
         raise
     if failed:
         raise failed[0]
     return [grades[place] for place in sorted(grades)]
-
-
-@contextlib.contextmanager
-def _no_second_interrupt() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 __all__ = ["Store", "Submission", "find_submissions", "grade_class", "lessons_in"]

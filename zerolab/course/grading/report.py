@@ -66,7 +66,10 @@ def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_feedback(folder: Path, grades: Sequence[Graded]) -> int:
-    """A page for each learner, named by their id; returns how many."""
+    """A page for each learner, named by their id; returns how many.
+
+    RuntimeError, in one sentence, for the first that cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     students, taken = by_student(grades), set[str]()
     for student, own in students.items():
@@ -76,7 +79,14 @@ def write_feedback(folder: Path, grades: Sequence[Graded]) -> int:
         if name != student or name.casefold() in taken:  # nobody's page replaces another's
             name += "-" + hashlib.sha256(student.encode()).hexdigest()[:8]
         taken.add(name.casefold())
-        (folder / f"{name}.html").write_text(page, encoding="utf-8")
+        path = folder / f"{name}.html"
+        try:
+            path.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise RuntimeError(
+                f"the page {path} cannot be written: {error.strerror}; the grades are complete: "
+                "put that right and run it again for the pages"
+            ) from None
     return len(students)
 
 

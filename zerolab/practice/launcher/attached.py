@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zerolab.practice.launcher import group, system
+from zerolab.practice.launcher import group, report, system
 from zerolab.practice.launcher import rank as rank_side
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+SILENT_S = 5.0  # that a rank waits for others without a word
 
 
 def _interface() -> str | None:
@@ -21,6 +29,42 @@ def _interface() -> str | None:
         name = system.interface_of(query.getsockname()[0])
         return name if name != system.loopback() else None
     return None
+
+
+def _meet(rank: int, size: int) -> dist.TCPStore:
+    """The launcher's store, once every rank has come to it; says on stderr for whom it waits.
+
+    RuntimeError when GROUP_TIMEOUT ends, or where rank 0 has left.
+    """
+    import torch.distributed as dist
+
+    host, port, limit = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], group.GROUP_TIMEOUT
+    if not port.isdecimal() or int(port) >= 2**16:
+        raise ValueError(f"MASTER_PORT={port} is no port: give a number below 65536")
+    end, missing = time.monotonic() + limit.total_seconds(), [0]
+
+    def waits() -> str:
+        return f"rank {rank} waits for {report.names(missing)} of {size} at {host}:{port}"
+
+    late = threading.Timer(SILENT_S, lambda: print(f"zerolab: {waits()}", file=sys.stderr))
+    late.daemon = True
+    late.start()
+    try:
+        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        missing = list(range(1, size)) if serves else [0]
+        store = dist.TCPStore(host, int(port), size, serves, limit, False, multi_tenant=True)
+        store.set(f"zerolab/{rank}", "")
+        while not store.check([f"zerolab/{r}" for r in range(size)]) and time.monotonic() < end:
+            missing = [r for r in range(size) if not store.check([f"zerolab/{r}"])]
+            time.sleep(0.05)
+        if store.check([f"zerolab/{r}" for r in range(size)]):
+            return store
+    except (dist.DistNetworkError, dist.DistStoreError):
+        if rank == 0:  # its port is taken
+            raise
+    finally:
+        late.cancel()
+    raise RuntimeError(f"{waits()} in vain: start all ranks with the same MASTER_ADDR and port")
 
 
 class Attached:
@@ -81,7 +125,8 @@ class Attached:
         torch.set_num_threads(threads)
         torch.manual_seed(rank)
         self._variables = rank_side.begin_namespace(rank, self.size)
-        group.join_group(backend, check, rank, self.size)
+        self._store = _meet(rank, self.size)
+        group.join_group(backend, check, rank, self.size, self._store)
 
     def run(
         self, fn: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
@@ -94,6 +139,21 @@ class Attached:
         results: list[Any] = [None] * self.size
         dist.all_gather_object(results, fn(*args, **kwargs) if dist.get_rank() in chosen else None)
         return [results[r] for r in chosen]
+
+    def first(self) -> bool:
+        """Leave, and say whether this rank is the first to: that one tells what went wrong.
+
+        Rank 0, which may have the store, stays a little until all have asked.
+        """
+        with contextlib.suppress(RuntimeError):  # the store has ended with the rank that told
+            place, end = self._store.add("zerolab/told", 1), time.monotonic() + SILENT_S
+            self.close()  # who waits for this rank has an error now
+            while os.environ["RANK"] == "0" and time.monotonic() < end:
+                time.sleep(0.05)
+                if self._store.add("zerolab/told", 0) == self.size:
+                    break
+            return place == 1
+        return False
 
     def inspect(self, expr: str, ranks: Iterable[int] | None = None) -> list[Any]:
         """Evaluate an expression over each rank's own variables (`namespace()`)."""

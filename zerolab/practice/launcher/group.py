@@ -8,9 +8,12 @@ import json
 import os
 import socket
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerolab.practice.launcher import private_net, system
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 GROUP_TIMEOUT = datetime.timedelta(days=1)  # the notebook's own limit comes first
 
@@ -77,9 +80,9 @@ def leave_group() -> None:
 
 
 def join_group(
-    backend: str, check: bool, rank: int, size: int, store: str | None = None
+    backend: str, check: bool, rank: int, size: int, store: str | dist.Store
 ) -> dict[str, object]:
-    """Form a group with the other ranks over the file `store`, or at the launcher's address.
+    """Form a group with the other ranks over a store, or the file of one.
 
     Returns the backend and whether its ports are private. Raises ValueError without GPUs for nccl,
     RuntimeError where the loopback is off, PermissionError where ports must be private
@@ -89,7 +92,7 @@ def join_group(
         what = "ports must be private (ZEROLAB_PRIVATE_PORTS), and network namespaces"
         raise PermissionError(f"{what} are not allowed here: ask who runs this machine")
 
-    if store and system.interface_of("127.0.0.1") is None:
+    if isinstance(store, str) and system.interface_of("127.0.0.1") is None:
         raise RuntimeError("this machine's loopback is off: turn it on, as in ip link set lo up")
 
     import torch
@@ -105,7 +108,7 @@ def join_group(
     dist.set_debug_level(dist.DebugLevel.DETAIL if check else dist.DebugLevel.OFF)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        store=dist.FileStore(store, size) if store else None,
+        store=dist.FileStore(store, size) if isinstance(store, str) else store,
         rank=rank,
         world_size=size,
         timeout=GROUP_TIMEOUT,
