@@ -31,7 +31,8 @@ step: $(VENV)/test.ready
 
 # Three processes keep two cores busy, as many tests wait; tests/conftest.py has the order. Tests that
 # run notebooks come after them, one by one: a kernel that starts on a crowded machine may lose words.
-KERNELS = tests/browser $(addprefix tests/test_,derive.py nbval_strict.py nbgrader.py hosts.py release.py)
+KERNELS = $(addprefix tests/,browser/test_lab.py browser/test_explorers.py) \
+	$(addprefix tests/test_,derive.py nbval_strict.py nbgrader.py release.py)
 units: $(VENV)/test.ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests $(KERNELS:%=--ignore=%)
 	$(BIN)/python -m pytest $(KERNELS)

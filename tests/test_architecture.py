@@ -78,8 +78,8 @@ LINE_BUDGETS = {
     # four explorers: each a view over a tested function, its words and its table
     "widgets": ([p for p in FILES if p.parent.name == "widgets"], 650),
     # strangers' notebooks: a sandbox, values read without trust, which cells run, and a class; 250
-    # lines are limits that attacks asked for
-    "grading": ([p for p in FILES if p.parent.name == "grading"], 2600),
+    # lines are limits that attacks asked for, and ten look at memory quickly before they look well
+    "grading": ([p for p in FILES if p.parent.name == "grading"], 2610),
     # every exercise has one, with its near misses: about seventy exercises; the last two hundred
     # lines name what attackers found unnamed, refuse values that only pose as numbers and results
     # prepared beforehand, and try more of the exercises on three ranks as well; 170 make what is

@@ -119,6 +119,12 @@ def test_memory_of_many_processes_together_is_limited(fresh):
         fresh.run(hog)
 
 
+def test_memory_that_many_processes_share_counts_once(notebook):
+    shared = "import os, time\nx = b'1' * (300 * 2**20)\nfor _ in range(4):\n"
+    shared += "    if os.fork() == 0:\n        time.sleep(1)\n        os._exit(0)\n"
+    notebook.run(shared + "for _ in range(4): os.wait()\ndel x")
+
+
 @pytest.mark.parametrize(
     "call", ["os.memfd_create('x')", "checked(libc.shmget(0, 4096, 0o1600))"], ids=["memfd", "shm"]
 )

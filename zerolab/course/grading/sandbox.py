@@ -227,7 +227,7 @@ class Box:
             self.cpu_s = max(self.cpu_s, sum(map(_cpu_s, inside)))
             if len(inside) > self.limits.processes:
                 self._kill_for(f"it had more than {self.limits.processes} processes")
-            elif (used := sum(map(_memory, inside))) > self.limits.memory_bytes:
+            elif (used := _memory(inside, self.limits.memory_bytes)) > self.limits.memory_bytes:
                 most = self.limits.memory_bytes / 2**30
                 self._kill_for(f"it used {used / 2**30:.1f} GiB of memory, at most {most:.1f}")
         self._over.set()
@@ -269,11 +269,19 @@ def _cpu_s(process: psutil.Process) -> float:
     return 0.0
 
 
-def _memory(process: psutil.Process) -> int:
-    """Bytes that are this process's own, with its share of what it shares."""
-    try:
+def _memory(processes: list[psutil.Process], most: int) -> int:
+    """Bytes of these processes; where they could be too many, what is shared counts once."""
+    resident = sum(map(_resident, processes))  # never too few, and found two hundred times faster
+    return resident if resident <= most else sum(map(_own_and_share, processes))
+
+
+def _own_and_share(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error, AttributeError):
         return int(process.memory_full_info().pss)
-    except (psutil.Error, AttributeError):
-        with contextlib.suppress(psutil.Error):
-            return int(process.memory_info().rss)
+    return _resident(process)
+
+
+def _resident(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
     return 0
