@@ -96,6 +96,17 @@ def waits_too_early(full, shard, rank, n):
     dist.recv(full.view(n, -1)[rank - 1], (rank - 1) % n)
 
 
+def receives_first(full, shard, rank, n):
+    full.view(n, -1)[rank] = shard
+    dist.recv(full.view(n, -1)[rank - 1], (rank - 1) % n)
+
+
+def one_buffer(full, shard, rank, n):
+    """As if what comes had overwritten what is still to be sent: a round ahead in each place."""
+    solution(full, shard, rank, n)
+    full.copy_(full.view(n, -1).roll(1, 0).flatten())
+
+
 def mutates(full, shard, rank, n):
     solution(full, shard, rank, n)
     shard.zero_()
@@ -194,6 +205,9 @@ def test_08_2_passes(answer):
         (to_everybody, 0, "right neighbour, (rank + 1)"),
         (blocks, 0, "waits for its own send"),
         (waits_too_early, 0, "waits for its own send"),
+        (receives_first, 0, "waits for its message first, nobody sends"),
+        (one_buffer, 0, "still being sent"),
+        (lambda *a: gather(*a, rounds=a[3]), 2, "one more brings your own back"),
         (mutates, 2, "clone()"),
         (returns_it, 0, "what you return is not looked at"),
         (lambda *_: None, 0, "Nothing was written"),
@@ -270,6 +284,10 @@ def owner_does_not_add(shard, full, rank, n):
         shard -= full.view(n, -1)[rank]
 
 
+def only_names_it(shard, full, rank, n):
+    shard = full.view(n, -1)[rank]  # noqa: F841
+
+
 def blocks_in_the_sum(shard, full, rank, n):
     dist.send(full.view(n, -1)[rank - 1], (rank + 1) % n)
 
@@ -285,11 +303,12 @@ def random_numbers(shard, full, rank, n):
 @pytest.mark.parametrize(
     ("answer", "points", "words"),
     [
-        (lambda *a: reduce(*a, rounds=a[3] - 1), 0, "another rank owns"),
+        (lambda *a: reduce(*a, rounds=a[3] - 1), 0, "ranks [1] are missing: N-1 = 3 rounds end"),
         (lambda *a: reduce(*a, start=0), 0, "another rank owns"),
         (lambda *a: reduce(*a, adds=1), 0, "were added to one another"),
         (lambda *a: reduce(*a, own=2), 0, "2 times"),
-        (lambda *a: reduce(*a, own=0), 0, "are missing"),
+        (lambda *a: reduce(*a, own=0), 0, "missing: in N-1 = 3 rounds each adds its own"),
+        (only_names_it, 0, "shard = … writes nothing"),
         (lambda *a: reduce(*a, over=a[3]), 0, "divided by N"),
         (twice_at_the_end, 0, "Your own part of chunk 0 is in it 2 times"),
         (adds_in_place, 2, "clone()"),
@@ -335,6 +354,8 @@ def slope_of(sizes, seconds):
         (lambda s, t, n: (t[0], fitted(s, t, n)[1]), "the whole time of the smallest"),
         (lambda s, t, n: (t[0] / (n - 1), fitted(s, t, n)[1]), "also carries bytes"),
         (lambda s, t, n: fitted(s, t, n)[::-1], "in the other order"),
+        (lambda s, t, n: (fitted(s, t, n)[0] / 2, fitted(s, t, n)[1]), "That is an all-reduce"),
+        (lambda s, t, n: (fitted(s, t, n)[0], n * fitted(s, t, n)[1]), "A round carries S/N"),
         (lambda s, t, n: (fitted(s, t, n)[0] * 1e6, fitted(s, t, n)[1]), "microseconds"),
         (lambda s, t, n: (fitted(s, t, n)[0], n / (n - 1) / slope_of(s, t)), "multiplied by N"),
         (lambda s, t, n: (fitted(s, t, n)[0] * (n - 1) / n, fitted(s, t, n)[1]), "divided by N"),
@@ -375,6 +396,12 @@ def step_time(params, ranks, rate, compute, per_parameter=6, ring=None):
         (lambda *a: (step_time(*a)[0], step_time(*a)[0] / 2), "only where both are equal"),
         (lambda p, n, b, c: (step_time(p, n, b, c)[0], min(c, 6 * p * (n - 1) / n / b)), "max"),
         (lambda *a: tuple(1e3 * x for x in step_time(*a)), "milliseconds"),
+        (lambda *a: (step_time(*a)[0], max(0, step_time(*a)[0] - 2 * a[3])), "also computes"),
+        (
+            lambda *a: (step_time(*a)[0] - a[3], max(0, step_time(*a)[0] - 2 * a[3])),
+            "also computes",
+        ),
+        (lambda p, n, b, c: step_time(p, n, b, c / n), "each rank's own"),
         (lambda *a: (0.191875, 0.1), "13e9 parameters"),
         (lambda *a: 0.1, "Return two numbers"),
     ],
@@ -394,20 +421,24 @@ def test_the_lecture_s_exercise_3_with_its_missing_inputs_named():
     [
         ("08.1", "240 MB", [("80 MB", "the others sends"), ("160 MB", "sends twice"),
                             ("320 MB", "to itself"), ("480 MB", "receiving together"),
-                            ("120 MB", "the ring"), ("60 MB", "one pass")]),
+                            ("120 MB", "the ring"), ("60 MB", "one pass"),
+                            (240, "number of MB")]),
         ("08.5", "8 MB", [("1 MB", "a chunk"), ("7 MB", "cancels; N does not"),
                           ("1.143 MB", "one α against"), ("16 MB", "the factor cancels"),
-                          ("56 MB", "not there once more")]),
+                          ("56 MB", "not there once more"), (8, "number of MB")]),
         ("08.7", "5,250", [(6000, "infinitely many"), (3500, "data parallelism, 4Ψ"),
                         (10500, "receiving together"), (2625, "elements"), (15750, "forward alone"),
-                        (42000, "all ranks together"), (5250 * 7e9, "cancels")]),
+                        (42000, "all ranks together"), (5250 * 7e9, "cancels"), (1750, "one pass"),
+                        (7875, "backward alone")]),
         ("08.8", "3.25 GB", [("1.625 GB", "elements"), ("6.094 GB", "as printed"),
                              ("73.125 GB", "full sharding"), ("48.75 GB", "replication"),
                              ("26 GB", "eight ranks together"), ("6.5 GB", "receiving together"),
                              ("4.875 GB", "only gradients cross")]),
         ("08.9", "175 GB/s", [("100 GB/s", "algbw"), ("200 GB/s", "itself its own chunk"),
                               ("87.5 GB/s", "an all-reduce is both"), ("350 GB/s", "rated for one"),
-                              ("1400 GB/s", "all eight ranks"), ("57.14 GB/s", "You divided")]),
+                              ("1400 GB/s", "all eight ranks"), ("57.14 GB/s", "You divided"),
+                              ("1400 Gb/s", "or bits"), ("1.75 GB", "in a second?")]),
+        ("08.9", "175 GB per second", []),
     ],
 )  # fmt: skip
 def test_numbers_and_their_near_misses(number, right, wrong):

@@ -24,7 +24,8 @@ def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
         ("09.1", 1, "2.5 bytes per parameter",
                          [(5.5, "everything on the device"), (2, "parameters alone"),
                           (4, "whole gradients"), (1, "stage 3"), (5, "12/4"), (3, "two ranks"),
-                          (14.5, "altogether"), (10, "all four ranks")]),
+                          (14.5, "altogether"), (10, "all four ranks"),
+                          (3.5, "all that is sharded"), (0.5, "shard of the sums alone")]),
         ("09.4", 2, 51_400, [(6425, "eight compute"), (154_200, "forward alone"),
                              (77_100, "backward alone"), (38_550, "nothing is recomputed"),
                              (295_200, "six times slower"), (20_000, "Adam on a GPU"),
@@ -101,6 +102,11 @@ def least(measure):
         (lambda edges, sizes: set(), "saves nothing"),
         (lambda edges, sizes: set(sizes), "moved all"),
         (least(lambda e, s, w: (left(s, w), crossing(e, w))), "moved all"),
+        (lambda edges, sizes: set(sizes) - best_cut(edges, sizes), "That is what stays"),
+        (
+            least(lambda e, s, w: (sum(x for u, v, x in e if u in w and v in w), left(s, w))),
+            "those do not cross",
+        ),
         (least(lambda e, s, w: crossing(e, w)), "between equal cuts"),
         (least(lambda e, s, w: (crossing(e, w), -left(s, w))), "between equal cuts"),
         (
@@ -310,6 +316,18 @@ def rounds_the_mean(unit, below, comm):
     bring_up(unit, below, comm)
 
 
+def renames(unit, below, comm):
+    below.update(down(unit.grad_shard), 1 / comm.world_size)
+    unit.grad_shard = None
+    unit.param_shard = up(below.master.bfloat16())
+    comm.all_gather(unit.full_params, unit.param_shard)
+
+
+def multiplies_by_n(unit, below, comm):
+    below.update(down(unit.grad_shard), comm.world_size)
+    unit.grad_shard = None
+
+
 def test_09_3_passes():
     expect("09.3", solution, 5, "passed")
     expect("09.3", without_up, 5, "passed")
@@ -325,6 +343,8 @@ def test_09_3_passes():
         (updates_above, 3, "up and down again"),
         (states_up_too, 3, "not needed on the device"),
         (keeps_states_above, 3, "came up is kept"),
+        (renames, 3, "a new unit.param_shard"),
+        (multiplies_by_n, 0, "N² times too large"),
         (sums_again, 3, "One all-gather"),
         (forgets_n, 0, "N times too large"),
         (divides_twice, 0, "divided by N twice"),
@@ -427,6 +447,11 @@ def without_waiting(what):
         (without_waiting("write"), 0, "the old states back"),
         (lambda *given: two_rooms(*given)[::-1], 0, "not in the list before it"),
         (lambda *given: two_rooms(*given)[:-1], 0, "is there 0 times"),
+        (
+            lambda n, r, u, w: [*two_rooms(n, r, u, w), Task(f"read {n}", "disk", r)],
+            0,
+            "the last one is unit 5",
+        ),
         (lambda *given: [*two_rooms(*given), Task("flush", "disk", 1.0)], 0, "is there 1 times"),
         (changed(lambda task: Task(task.name, "disk", task.seconds, task.after)), 0, "on 'disk'"),
         (changed(lambda task: Task(task.name, task.stream, 0, task.after)), 0, "takes 0 s"),

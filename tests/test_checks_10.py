@@ -8,6 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from zerolab.course.partition import even_shards, row_shards
+from zerolab.practice.peers import fsdp2
+
 NUMBERS = [f"10.{n}" for n in range(1, 7)]
 
 
@@ -63,6 +66,11 @@ def test_10_1_passes():
         (lambda d, n: rows(d, 4), "`ranks`"),
         (lambda d, n: [d // n + (rank >= n - d % n) for rank in range(n)], "5 rows on 4 ranks"),
         (lambda d, n: [2, 2, 1, 0], "9 rows on 4 ranks"),
+        (lambda d, n: [-(-d // n)] * (n - 1) + [d - -(-d // n) * (n - 1)], "More than is left"),
+        (lambda d, n: [round(d / n)] * n, "rounded up, or what is left"),
+        (lambda d, n: dict(enumerate(rows(d, n))), "You return a dict"),
+        (lambda d, n: list(row_shards(d, n)), "write it yourself"),
+        (lambda d, n: list(even_shards(d, n)), "write it yourself"),
         (lambda d, n: [Whatever()] * n, "whole number"),
         (lambda d, n: -(-d // n), "whole number"),
         ([2, 2, 1, 0], "Give the function"),
@@ -210,6 +218,7 @@ def test_10_2_passes(answer):
         (pairs, 2, "hybrid sharding"),
         (two_blocks_in_one, 0, "Pass each of model.units()"),
         (a_list, 0, "return the model"),
+        (lambda model, mesh: fsdp2(model, dtype=torch.float32).model, 0, "write it yourself"),
         (not_on_rank_0, 0, "10.2"),
         ([], 0, "no function"),
     ],
@@ -236,7 +245,7 @@ def test_10_3_near_misses_of_the_states(states, words):
 @pytest.mark.parametrize(
     ("peak", "words"),
     [("38.5 GB", "ZeRO-2"), ("56 GB", "2 bytes each"), ("14 GB", "on top alone"),
-     ("49 GB", "stay beside")],
+     ("49 GB", "stay beside"), ("35 GB", "an earlier micro-batch"), ("31.5 GB", "is a shard")],
 )  # fmt: skip
 def test_10_3_near_misses_of_the_peak(peak, words):
     expect("10.3", {"states": "28 GB", "peak": peak}, 1, words)
@@ -305,11 +314,12 @@ def test_10_5_passes():
         (lambda *a: choose(*a, whole=2 / a[1]), "not 2Ψ/N"),
         (lambda *a: choose(*a, first="FULL_SHARD"), "where both fit"),
         (lambda p, n, m, r, u: choose(p, n, n * m, r, u), "do not add it up"),
+        (lambda p, n, m, r, u: choose(p, 1, n * m, r, u), "added up all ranks"),
         (lambda *a: None, "In some cases one"),
         (lambda *a: "FULL_SHARD", "1.5 times"),
         (lambda *a: "SHARD_GRAD_OP", "does not always fit"),
-        (lambda *a: Whatever(), 'Return "SHARD_GRAD_OP"'),
-        (lambda *a: choose(*a, states=18), 'Return "SHARD_GRAD_OP"'),
+        (lambda *a: Whatever(), 'There are "SHARD_GRAD_OP"'),
+        (lambda *a: choose(*a, states=18), "Add both up"),
         ("FULL_SHARD", "Give the function"),
     ],
 )  # fmt: skip
@@ -339,7 +349,7 @@ def test_10_6_passes_and_each_claim_earns_its_point():
 @pytest.mark.parametrize(
     ("entry", "pair", "words"),
     [
-        ("states", ("less", 110_400), "16/N on both sides"),
+        ("states", ("less", 110_400), "compare the two rows"),
         ("states", (AnyWord("less"), 110_400), "is no choice"),
         ("states", ("same", 111_168), "FSDP2's"),
         ("states", ("same", 82_800), "without gradients"),

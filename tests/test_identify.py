@@ -301,6 +301,12 @@ def test_a_claim_is_answered_with_the_bytes_that_differ(world_of, make, claimed,
     assert all(word in told for word in words), told
 
 
+def test_what_travels_in_16_bits_is_compared_with_a_stage_that_sends_16_bits(world_of):
+    found = identify("fsdp2-no-reshard", claimed="stage 2", world=world_of(FOUR))
+    assert [line.split()[:3] for line in found.evidence] == [["stage", "2", "holds"]]
+    assert found.sent_bytes["total"] == 157_080 * 2
+
+
 def test_a_true_claim_is_not_argued_with(world_of):
     found = identify(Stage3, claimed="Stage-3", world=world_of(FOUR))
     assert found.agrees

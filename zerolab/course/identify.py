@@ -295,6 +295,8 @@ def _against(claimed: str, found: Identified, seen: Seen) -> list[str]:
         if abs(counted / due[kind] - 1) > NEAR:
             words = kind.replace("_", " ")
             said.append(f"{claimed} holds {due[kind]:,} bytes of {words}; this holds {counted:,}.")
+    if {round(seen.sent[k] / n) for k, n in seen.elements.items() if n} == {2}:  # fp32 at home
+        recipe = "adamw-mixed"
     traffic = sent_bytes(schedule, found.ranks, found.params, recipe)["total"]
     if abs(found.sent_bytes["total"] / traffic - 1) > NEAR:
         total = found.sent_bytes["total"]

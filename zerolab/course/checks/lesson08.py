@@ -43,6 +43,7 @@ def predict(answer: Any) -> None:
         Slip(6 * size, "Sending and receiving together: count what the rank sends."),
         Slip(1.5 * size, "That is the ring, 2S(N-1)/N, which this lesson is about to build."),
         Slip(0.75 * size, "That is one pass of a ring. Here nobody has thought of one yet."),
+        Slip(3 * 80, 'That is the number of MB: give bytes, or write the unit, "… MB".'),
     ]
     expect_bytes(answer, 3 * size, "Bytes that the busiest of four ranks sends", slips)
 
@@ -154,11 +155,15 @@ def _run(trial: Callable[..., Seen], answer: Any, world_size: int, key: int) -> 
             raise Wrong(told) from None
         if "did not come back" not in wrong.difference:
             raise
+        where = wrong.misconception.splitlines()[-1]
+        first = "its own send first, nobody receives"
+        if "running recv" in where and "send" not in where:
+            first = "its message first, nobody sends"
         raise Wrong(
             wrong.difference,
-            "A send ends when the neighbour receives. If every rank waits for its own send first, "
-            "nobody receives: start it with isend, receive, and only then wait for it. Or some "
-            f"ranks make fewer rounds than others.\n{wrong.misconception.splitlines()[-1]}",
+            f"A send ends when the neighbour receives. If every rank waits for {first}: start the "
+            "send with isend, receive, and only then wait for it. Or some ranks make fewer rounds "
+            f"than others.\n{where}",
         ) from None
 
 
@@ -177,7 +182,7 @@ def _budget(seen: Seen, rank: int, world_size: int) -> None:
     if seen.sent < right:
         raise Wrong(f"Rank {rank} of {world_size} sends {seen.sent} bytes; {right} must pass.",
                     "The numbers are right, and came by another way than messages.")  # fmt: skip
-    why = f"{world_size - 1} rounds suffice for {world_size} ranks: is their number written down?"
+    why = f"N-1 = {world_size - 1} rounds do: one more brings your own back. Or is 3 written down?"
     if seen.sent >= right * world_size:
         why = f"You send whole buffers. A round moves one chunk, 1/{world_size} of it."
     raise Wrong(
@@ -243,7 +248,8 @@ def _why_gathered(got: Tensor, rank: int, n: int, key: int) -> str:
     if moved:
         return (
             f"Place {moved[0]} has the shard of rank {whose[moved[0]]}. What comes in round k "
-            "(from 0) has come k + 1 ranks far: it is chunk (rank - 1 - k) % world_size."
+            "(from 0) has come k + 1 ranks far: it is chunk (rank - 1 - k) % world_size. Or did "
+            "you receive into a buffer that was still being sent?"
         )
     if empty:
         return (
@@ -276,7 +282,7 @@ def ring_reduce_scatter(answer: Any) -> None:
         total = sum(_full(rank, n, key) for rank in range(n))
         assert isinstance(total, Tensor)
         for rank, seen in enumerate(_run(_reduce_trial, answer, n, key)):
-            begin = "At the end, copy the sum that came to you into it."
+            begin = "At the end, copy_ the sum that came to you into it: shard = … writes nothing."
             _written(seen, "shard", rank, begin, LENGTHS[n])
             if not torch.equal(seen.got, total.view(n, -1)[rank]):
                 raise Wrong(
@@ -303,6 +309,9 @@ def _why_reduced(got: Tensor, total: Tensor, rank: int, n: int, key: int) -> str
             f"Parts of chunks {sorted(chunks)} were added to one another. What arrives in round k "
             "(from 1) is chunk (rank - 1 - k) % world_size: add your part of the same chunk."
         )
+    missing = sorted({*range(n)} - ranks)
+    if chunks != {rank} and missing and ranks != {rank}:
+        return f"The parts of ranks {missing} are missing: N-1 = {n - 1} rounds end at the owner."
     if chunks != {rank}:
         return (
             f"That is of chunk {chunks.pop()}, which another rank owns. A sum starts at the right "
@@ -310,10 +319,9 @@ def _why_reduced(got: Tensor, total: Tensor, rank: int, n: int, key: int) -> str
         )
     if ranks == {rank}:
         return "That is your own part alone: it was never added to the others'."
-    missing = sorted({*range(n)} - ranks)
     if missing == [rank]:
         return "Your own part is missing: the owner adds the last one."
-    return f"The parts of ranks {missing} are missing: a sum has N-1 = {n - 1} rounds to go."
+    return f"The parts of ranks {missing} are missing: in N-1 = {n - 1} rounds each adds its own."
 
 
 def _parts(value: int, n: int, key: int) -> Counter[tuple[int, int]] | None:

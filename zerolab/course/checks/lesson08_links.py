@@ -35,6 +35,7 @@ def fit_link(answer: Any) -> None:
             times[0] / (n - 1): "A round of the smallest also carries bytes: take them away first.",
             rate: "The two are in the other order: (latency_s, bytes_per_s).",
             alpha * 1e6: "That is in microseconds: seconds, please.",
+            alpha / 2: "That is an all-reduce: an all-gather waits N-1 times, once a round.",
             alpha * (n - 1) / n: "You divided by N: there are N-1 rounds.",
             alpha * (n - 1) / 3: "You divided by 3, for four ranks: their number is `ranks`.",
         }
@@ -44,6 +45,7 @@ def fit_link(answer: Any) -> None:
             n / (n - 1) / slope: "You multiplied by N/(N-1): less passes than S, not more.",
             sizes[-1] / times[-1]: "S over t counts the latency as if it were bytes.",
             (n - 1) / n * sizes[-1] / times[-1]: "The time of the largest still has α in it.",
+            (n - 1) / slope: "A round carries S/N: the slope is (N-1)/N / B.",
             1 / (n * slope): "A round moves S/N, and there are N-1 rounds.",
             rate / 1e9: "That is in GB a second: bytes, please.",
             rate / 1e6: "That is in MB a second: bytes, please.",
@@ -82,6 +84,7 @@ def _close(got: float, right: float, slips: dict[float, str], difference: str) -
 def break_even(answer: Any) -> None:
     slips = [
         Slip(1e6, "That is a chunk, αB: the full buffer has eight of them."),
+        Slip(8, 'That is the number of MB: give bytes, or write the unit, "… MB".'),
         Slip(7e6, "N-1 stands on both sides and cancels; N does not."),
         Slip(8e6 / 7, "That is one α against all rounds' bytes: there are N-1 rounds of both."),
         Slip(16e6, "An all-reduce has both terms twice: the factor cancels."),
@@ -125,6 +128,7 @@ def step_time(answer: Any) -> None:
             6 * psi * 7 / 8 / rate: "7/8 is (N-1)/N for eight ranks: their number is `ranks`.",
             6 * psi / n / rate: "That is one chunk of each pass: there are N-1 rounds.",
         }
+        added = "That is what communication adds: give the whole step, which also computes."
         guesses = [
             ((right[1], right[0]), "The two are in the other order: (serial_s, overlapped_s)."),
             ((right[0], min(compute, link)), "The shorter one cannot be the whole: take max."),
@@ -133,6 +137,9 @@ def step_time(answer: Any) -> None:
                 "What does not overlap comes on top: take the longer.",
             ),
             ((right[0], right[0] / 2), "Overlap halves the time only where both are equal."),
+            ((right[0], max(0, link - compute)), added),
+            ((link, max(0, link - compute)), added),
+            ((compute / n + link, max(compute / n, link)), "compute_s is each rank's own."),
             ((right[0] * 1e3, right[1] * 1e3), "That is in milliseconds: seconds, please."),
             *(((compute + x, max(compute, x)), why) for x, why in wrong_links.items()),
         ]
@@ -163,6 +170,8 @@ def hiding_tokens(answer: Any) -> None:
         Slip(2 / 3 * right, "That is data parallelism, 4Ψ; stage 3 sends 6Ψ."),
         Slip(2 * right, "12Ψ is 3 times data parallelism, or sending and receiving together."),
         Slip(right / 2, "3Ψ are elements; a link moves bytes, 6Ψ."),
+        Slip(right / 3, "2Ψ is one pass: stage 3 gathers twice and reduces once, 6Ψ."),
+        Slip(1.5 * right, "4Ψ FLOPs for a token is backward alone: forward takes 2Ψ more."),
         Slip(3 * right, "2Ψ FLOPs for a token is forward alone: backward takes 4Ψ more."),
         Slip(8 * right, "That is all ranks together: the question is for each."),
         Slip(7e9 * right, "Ψ stands on both sides and cancels."),
@@ -207,14 +216,15 @@ def across_hosts(answer: Any) -> None:
 )
 def bus_bandwidth(answer: Any) -> None:
     value = given_back(answer)
-    value = re.sub(r"\s*/\s*s(ec)?$", "", value) if isinstance(value, str) else value
+    value = re.sub(r"\s*(/|per)\s*s(ec(ond)?)?$", "", value) if isinstance(value, str) else value
     right = 2 * 7 / 8 * 1e9 / 10e-3
     slips = [
         Slip(100e9, "That is algbw, S/t: it says nothing of how hard the link worked."),
         Slip(200e9, "(N-1)/N is missing: nobody sends itself its own chunk."),
         Slip(right / 2, "That is a reduce-scatter or an all-gather; an all-reduce is both."),
         Slip(2 * right, "That is sending and receiving together: a link is rated for one of them."),
-        Slip(8 * right, "That is all eight ranks together: give one rank's."),
+        Slip(8 * right, "That is all eight ranks together, or bits: give one rank's bytes."),
+        Slip(right / 100, "That is what a rank sends in the 10 ms: how much is it in a second?"),
         Slip(100e9 * 4 / 7, "You divided by 2(N-1)/N: more than S passes the link, not less."),
     ]
     expect_bytes(value, right, "What each of 8 ranks sends in a second", slips)

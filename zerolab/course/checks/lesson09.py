@@ -37,6 +37,9 @@ def predict(answer: Any) -> None:
         Slip(5, "5 leaves the optimizer's 12/4 on the device and takes the gradients down."),
         Slip(14.5, "The 12 bytes are below the device now: leave them out altogether."),
         Slip(3, "3 is right for two ranks; here there are four."),
+        Slip(3.5, "3.5 is (2 + 12)/4, all that is sharded: the 12 are below, and whole parameters "
+             "are on the device."),
+        Slip(0.5, "0.5 is the shard of the sums alone: the parameters are there, too."),
         Slip(10, "10 is all four ranks together: give one rank's bytes."),
     ]  # fmt: skip
     right = sum(below(2, 4, 4).gpu.values()) / 4
@@ -89,6 +92,9 @@ def _by(measure: Callable[[Edges, Sizes, set[str]], Any]) -> Callable[[Edges, Si
 
 _CUT_SLIPS: list[Misstep] = [
     (lambda e, s: set(), "To move nothing crosses nothing, and saves nothing: something must go."),
+    (lambda e, s: set(s) - _where_to_cut(e, s), "That is what stays: return what moves."),
+    (_by(lambda e, s, w: (sum(x for u, v, x in e if u in w and v in w), _stays(s, w))),
+     "You counted edges with both ends below: those do not cross."),
     (lambda e, s: set(s), "You moved all that may move: what goes down must pay for its edges."),
     (_by(lambda e, s, w: _crossing(e, w)),
      ("As much crosses there, and more stays on the device: between equal cuts take the one that "
@@ -194,7 +200,8 @@ def _judge_order(
         first = next((n for n in (*wanted, *names) if names.count(n) != (n in wanted)), "")
         raise Wrong(
             f"{where}: {first!r} is there {names.count(first)} times.",
-            'Each unit has one "read 0", one "update 0" and one "write 0", with its number.',
+            'Each unit has one "read 0", one "update 0" and one "write 0", with its number'
+            + ("." if first in wanted else f"; the last one is unit {units - 1}."),
         )
     if task := next((t for t in tasks if (t.stream, t.seconds) != wanted[t.name]), None):
         raise Wrong(

@@ -163,7 +163,7 @@ def _judge_step(answer: Any, size: int, key: Key) -> None:
             raise Wrong(
                 f"All bits are right, but after the step rank {rank} holds {seen.leftover:,} bytes "
                 "on the device besides its parameters.",
-                "Something that came up is kept: let go of it.",
+                "Something that came up is kept. A new unit.param_shard? copy_ into the old one.",
                 points=3,
             )
 
@@ -228,6 +228,8 @@ def _why_moments(
         return "They are still zero: call below.update with the gradients that came down."
     if near(momentum, n * right):
         return "They are N times too large: the sums are divided by N, below.update(…, 1 / N)."
+    if near(momentum, n * n * right):
+        return "They are N² times too large: you multiplied the sums by N, not by 1 / N."
     if near(momentum, right / n):
         return "They are N times too small: the sums were divided by N twice."
     if near(variance, right_variance) or near(momentum, right):

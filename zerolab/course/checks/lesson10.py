@@ -6,8 +6,8 @@ import operator
 from typing import Any
 
 from zerolab.course.checks import lesson10_shard
-from zerolab.course.checks.core import Wrong, exercise
-from zerolab.course.checks.functions import Misstep, expect_function
+from zerolab.course.checks.core import Wrong, exercise, type_of
+from zerolab.course.checks.functions import Misstep, expect_function, without
 from zerolab.course.checks.lesson13 import Part, expect_parts, size
 from zerolab.course.checks.numbers import Slip, expect_bytes
 from zerolab.course.layouts import padded_by, unit_numels
@@ -41,6 +41,7 @@ def rows_per_rank(answer: Any) -> None:
             lambda d, n: [d // n] * (n - 1) + [d - d // n * (n - 1)],
             "Here the last rank takes the rest. It is the last ranks that get less, or nothing.",
         ),
+        (lambda d, n: [-(-d // n)] * (n - 1) + [d - -(-d // n) * (n - 1)], "More than is left."),
         (lambda d, n: [d / n] * n, "A row is not cut: whole numbers."),
         (
             lambda d, n: [min(-(-d // n), d - rank * -(-d // n)) for rank in range(n)],
@@ -53,13 +54,21 @@ def rows_per_rank(answer: Any) -> None:
         (lambda d, n: as_list(d, n)[::-1], "The first ranks get the whole pieces, the last less."),
         (lambda d, n: as_list(d, 4), "That is for four ranks: their number is `ranks`."),
     ]
+    alone = without(answer, "zerolab.course.partition:even_shards")
+
+    def tried(rows: int, ranks: int) -> Any:
+        got = alone(rows, ranks)
+        if _numbers(got) is None:
+            raise Wrong(f"You return {type_of(got)}.", "Return a list: a whole number by rank.")
+        return got
+
     expect_function(
-        answer,
+        tried if callable(answer) else answer,
         as_list,
         [(5, 4), (9, 4), (6, 4), (8, 4), (1, 4), (13, 3), (64, 7), (3, 1)],
         missteps,
         lambda d, n: f"{d} rows on {n} ranks",
-        "Return a list with a whole number for each rank.",
+        "Each rank gets rows / ranks rounded up, or what is left of the rows.",
         lambda got, wanted: _numbers(got) == wanted,
     )
 
@@ -116,6 +125,8 @@ def shard_grad_op(answer: Any) -> None:
         "peak": (1.0, size(peak, "States and whole parameters", [
             Slip(states, "That is FULL_SHARD, but for a unit or two: here all units stay whole."),
             Slip(zero2, known),
+            Slip(12 / n * psi + 2 * psi, "The gradients of an earlier micro-batch are there, too."),
+            Slip(states + 2 / n * psi, "2Ψ/N is a shard: whole parameters are 2Ψ on every rank."),
             Slip(states + 4 * psi, "The whole parameters are in bf16: 2 bytes each, not 4."),
             Slip(2 * psi, "That is what comes on top alone."),
             Slip((4 + 16 / n - 4 / n) * psi, "The shards stay beside the whole parameters."),
@@ -213,6 +224,10 @@ def choose(answer: Any) -> None:
 
     missteps: list[Misstep] = [
         misstep("The room for activations is missing.", room_counts=0),
+        (
+            lambda psi, n, memory, *rest: rule(psi, 1, n * memory, *rest),
+            "You added up all ranks: a rank has 16Ψ/N of states, and 2Ψ if it has them whole.",
+        ),
         misstep("SHARD_GRAD_OP at its peak is 16Ψ/N + 2Ψ, not ZeRO-2's 2Ψ + 14Ψ/N.", zero2=True),
         misstep("From forward to backward SHARD_GRAD_OP has 2Ψ bytes more.", whole=0),
         misstep("Whole parameters are gathered in 16 bits: 2Ψ, not 4Ψ.", whole=4),
@@ -257,6 +272,7 @@ def choose(answer: Any) -> None:
         (7e9, 64, 80e9, 63e9, 0.2e9),
         (1e9, 2, 80e9, 10e9, 0.1e9),
         (7e9, 1, 80e9, 10e9, 0.2e9),
+        (8.5e9, 2, 80e9, 11e9, 0.2e9),
     ]
     expect_function(
         answer,
@@ -267,7 +283,7 @@ def choose(answer: Any) -> None:
             f"{psi / 1e9:g} billion parameters on {n} ranks of {memory / 1e9:g} GB, "
             f"{room / 1e9:g} GB of it for activations"
         ),
-        'Return "SHARD_GRAD_OP", "FULL_SHARD" or None.',
+        'Add both up for this case. There are "SHARD_GRAD_OP", "FULL_SHARD" and None.',
         lambda got, wanted: type(got) is type(wanted) and got == wanted,
     )
 
@@ -289,7 +305,7 @@ def compare_claims(answer: Any) -> None:
     other = Slip(16 * rows / n, "That is FSDP2's, whose last ranks are padded by rows.")
     parts: dict[str, tuple[float, Part]] = {
         "states": (1.0, _claim(
-            {"same": "", "less": "16/N on both sides.", "more": "16/N on both sides."},
+            dict.fromkeys(("same", "less", "more"), "Both hold 16Ψ/N: compare the two rows."),
             "same", 16 * flat / n, "FULL_SHARD's states against stage 3's",
             [other, Slip(12 * flat / n, "That is without gradients, as between two steps."),
              Slip(16 * flat, "That is all ranks together.")])),
