@@ -17,6 +17,8 @@ def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
 
 def test_12_1_passes():
     expect("12.1", lambda: RIGHT, 7, "passed")
+    expect("12.1", RIGHT | {"ZeRO-Offload": "CPU RAM", "divided by N": "model state"}, 7, "passed")
+    expect("12.1", RIGHT | {"ZeRO-1 limit": 2.9}, 6, "That is the value for 8 ranks")
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q.key)
@@ -86,6 +88,9 @@ def test_12_3_the_cases_tell_all_known_missteps_from_the_right_answer_and_each_o
         (lambda p, n, g, o: first_stage(p, n, g, o) if first_stage(p, n, g, o) is not None else 3,
          "say None"),
         (lambda p, n, g, o: 0 if 16 * p / n <= (g - o) * 1e9 else None, "together"),
+        (lambda p, n, g, o: first_stage(p, n, n * g, o), "together"),
+        (lambda *c: -1 if first_stage(*c) is None else first_stage(*c), "return None"),
+        (lambda *c: print(end=""), "print shows a value"),
         (lambda p, n, g, o: first_stage(p, n, g, o, stages=[0, 3]), "at once"),
         (lambda p, n, g, o: 1, "by hand"),
         (lambda p, n, g, o: p.fits, "AttributeError"),

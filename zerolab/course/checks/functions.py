@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerolab.course.checks.core import Elsewhere, Wrong, shown, type_of
+from zerolab.course.checks.core import NOTHING, Elsewhere, Wrong, shown, type_of
 from zerolab.course.withheld import withheld
 
 ARITHMETIC = tuple(f"zerolab.practice.sharding:{name}"
@@ -58,6 +58,8 @@ def expect_function(
     """
     expect_callable(answer)
     got = [_outcome(answer, case) for case in cases]
+    if all(one is None for one in got) and any(right(*case) is not None for case in cases):
+        raise Wrong("Your function returned nothing (None).", NOTHING)
     for case, one in zip(cases, got, strict=True):
         if isinstance(one, Exception):
             raise one
