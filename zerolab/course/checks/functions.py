@@ -13,6 +13,10 @@ ARITHMETIC = tuple(f"zerolab.practice.sharding:{name}"
                    for name in ("shard_range", "shard_numel", "padded_numel"))  # fmt: skip
 """Who owns which element, as the package reckons it."""
 
+FORMULAS = ("zerolab.theory.memory:held", "zerolab.theory.memory:held_bytes",
+            "zerolab.theory.plan:plan")  # fmt: skip
+"""What a rank holds, as the package derives it."""
+
 Misstep = tuple[Callable[..., Any], str]
 """A wrong version of the function, and the misconception that leads to it."""
 

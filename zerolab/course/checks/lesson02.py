@@ -8,7 +8,7 @@ from typing import Any
 import sympy as sp
 
 from zerolab.course.checks.core import Wrong, exercise, given_back, shown, type_of
-from zerolab.course.checks.functions import expect_function, same_plain, without
+from zerolab.course.checks.functions import FORMULAS, expect_function, same_plain, without
 from zerolab.course.checks.numbers import Slip, expect_number
 from zerolab.theory.derivation import difference
 from zerolab.theory.memory import RECIPES, Recipe
@@ -166,7 +166,7 @@ HIDDEN = ((7 * 10**9, 8), (13 * 10**9, 64), (104_336, 4), (1000, 1), (1000, 7))
 def optimizer_bytes(answer: Any) -> None:
     if not callable(answer):
         raise Wrong(f"This is {type_of(answer)}.", "Give the function itself: optimizer_bytes.")
-    answer = without(answer, "zerolab.theory.memory:held")
+    answer = without(answer, *FORMULAS)
     missteps = [
         (lambda r: r.K * Psi, "You did not divide: N_d ranks share them."),
         (lambda r: (r.total - r.K + r.K / N_d) * Psi, "Leave out parameters and gradients."),

@@ -7,7 +7,14 @@ from fractions import Fraction
 from typing import Any
 
 from zerolab.course.checks.core import Wrong, exercise, shown
-from zerolab.course.checks.functions import Misstep, expect_function, plain, same_plain
+from zerolab.course.checks.functions import (
+    FORMULAS,
+    Misstep,
+    expect_function,
+    plain,
+    same_plain,
+    without,
+)
 from zerolab.course.checks.quiz import Question, expect_answers
 from zerolab.theory.plan import plan
 
@@ -98,7 +105,7 @@ def _constant(*values: float) -> Any:
 )
 def reduction(answer: Any) -> None:
     expect_function(
-        answer,
+        without(answer, *FORMULAS),
         lambda stage, ranks: 16 / _held(stage, ranks),
         [(stage, ranks) for ranks in (8, 1, 4, 64, 1024) for stage in range(4)],
         [
@@ -185,7 +192,7 @@ FIRST_MISSTEPS: list[Misstep] = [
 )
 def first_stage(answer: Any) -> None:
     expect_function(
-        answer,
+        without(answer, *FORMULAS),
         _planned,
         CASES,
         FIRST_MISSTEPS,
