@@ -106,6 +106,12 @@ def one_skips(values, comm):
     return mean(values, comm) if comm.rank else values
 
 
+def test_01_3_asks_for_no_mean_that_is_small_beside_what_is_added_up():
+    for seed in range(100):
+        for key in lesson01._keys(seed).values():
+            assert key.mean.min() > key.values.max() / 3
+
+
 def test_01_3_passes():
     expect("01.3", mean, 3, "passed")
     expect("01.3", lambda values, comm: total_of(values / comm.world_size, comm), 3, "passed")

@@ -111,7 +111,7 @@ def balanced(numel, world_size, index):
         (lambda n, w, i: min(i // (n // w), w - 1) if i < n else None, "left over"),
         (balanced, "differ in length"),
         (lambda n, w, i: i * w // n if i < n else None, "differ in length"),
-        (lambda n, w, i: None, "print shows a value"),
+        (lambda n, w, i: None, "in rank order"),
         (lambda n, w, i: i // (n // w + 1) if i < n else None, "too long"),
         (lambda n, w, i: owner(n, w, i) + 1 if i < n else None, "count from 0"),
         (lambda n, w, i: i / -(-n // w) // 1 if i < n else None, "Return a rank, an int"),

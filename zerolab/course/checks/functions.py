@@ -62,7 +62,7 @@ def expect_function(
     """
     expect_callable(answer)
     got = [_outcome(answer, case) for case in cases]
-    if all(one is None for one in got) and any(right(*case) is not None for case in cases):
+    if all(one is None for one in got) and all(right(*case) is not None for case in cases):
         raise Wrong("Your function returned nothing (None).", NOTHING)
     for case, one in zip(cases, got, strict=True):
         if isinstance(one, Exception):
