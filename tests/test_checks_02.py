@@ -6,6 +6,7 @@ import pytest
 import sympy as sp
 from test_checks_04 import expect, stub
 
+from zerolab.theory import held
 from zerolab.theory.notation import N_d, Psi
 
 GIB = 2**30
@@ -29,6 +30,7 @@ def test_02_1_passes():
         (lambda n, bits: n * bits // 8, "round down"),
         (lambda n, bits: n * (bits // 8), "half a byte"),
         (lambda n, bits: n * max(1, bits // 8), "two in a byte"),
+        (lambda n, bits: round(n * bits / 8), "to the nearest"),
         (lambda n, bits: n * 2, "only where it has 16 bits"),
         (lambda n, bits: n, "how many bits has each"),
         (lambda n, bits: n * bits // 8 + 1, "a byte always"),
@@ -61,7 +63,9 @@ def test_02_2_passes():
         (lambda n: f"{n / 2**20:.1f} MiB", "in MiB"),
         (lambda n: n / GIB, "as a text"),
         (lambda n: "104.3 GiB", "For 80,000,000,000 bytes"),
-        (lambda n: None, "you return None"),
+        (lambda n: f"{n / 2**20:.1f} GiB", "which gives MiB"),
+        (lambda n: f"{n // GIB:.1f} GiB", "cuts off"),
+        (lambda n: None, "print shows a value"),
     ],
 )
 def test_02_2_near_misses_are_named(answer, words):
@@ -86,6 +90,8 @@ def test_02_3_passes():
          "beside the 16-bit one"),
         (lambda p: sum(p.values()) - p["working parameter"], "The gradient is not"),
         (lambda p: sum(p.values()) - p["gradient"], "The working parameter is not"),
+        (lambda p: sum(p.values()) - 4, "which two pieces"),
+        (lambda p: print(end=""), "print shows a value"),
         (lambda p: len(p) - 2, "add up their bytes"),
         (lambda p: sum(s for s in p.values() if s == 4), "Not every piece of 4 bytes"),
         (lambda p: 4, "what the optimizer keeps"),
@@ -109,6 +115,9 @@ def test_02_4_passes_in_any_form():
         (lambda r: 12 * Psi / N_d, "take recipe.K"),
         (lambda r: r.total * Psi / N_d, "stage 3"),
         (lambda r: sp.Integer(r.K) / N_d, "there are Ψ"),
+        (lambda r: 4 * Psi + r.K * Psi / N_d, "Leave out parameters"),
+        (lambda r: (r.parameter + r.gradient) * Psi + r.K * Psi / N_d, "Leave out parameters"),
+        (lambda r: held(1, r)["optimizer_states"], "the package's own"),
         (lambda r: r.K * Psi * N_d, "more ranks hold less"),
         (lambda r: r.K * Psi * (N_d - 1) / N_d, "does not hold"),
         (lambda r: r.K, "K alone"),
@@ -129,5 +138,6 @@ def test_02_5_number_and_near_misses():
     expect("02.5", lambda: 100 / 7, 1, "passed")
     for wrong, words in [(12.5, "the larger of the two"), (87.5, "factor itself"),
                          (114.3, "above 100"), (8 / 7, "above 1?"), ("1/7", "give percent"),
-                         (0, "in the limit"), (11.11, "7/8"), (50, "is not it")]:  # fmt: skip
+                         (0, "in the limit"), (11.11, "7/8"), (0.125, "the larger of the two"),
+                         (14, "rounded too coarsely"), (50, "with its units")]:  # fmt: skip
         expect("02.5", lambda wrong=wrong: wrong, 0, words)

@@ -19,7 +19,7 @@ def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
     [
         ("03.1", "7/8", [(1 / 8, "that is needed"), (0.75, "here are 8"), (7, "which share"),
                          (8, "could go"), (87.5, "in percent"), (0.5, "two ranks"),
-                         (1, "One copy must stay")]),
+                         (1, "One copy must stay"), (0.88, "rounded too coarsely")]),
         ("03.5", "840 GB", [("280 GB", "master copy alone"), ("1120 GB", "all model states"),
                             ("560 GB", "two moments"), ("140 GB", "working parameters"),
                             (12, "for one parameter"), ("13.125 GB", "on 64 ranks")]),
@@ -56,6 +56,11 @@ def against_rank_0(ranks):
     return sum(s for p in ranks[1:] for n, (d, s) in p.items() if ranks[0].get(n, ("",))[0] == d)
 
 
+def once_for_each_earlier(ranks):
+    pairs = [(p, q) for i, p in enumerate(ranks) for q in ranks[:i]]
+    return sum(p[name][1] for p, q in pairs for name in p if p[name] == q.get(name))
+
+
 def test_03_2_passes():
     expect("03.2", keyed(lambda n, d: (n, d)), 3, "passed")
 
@@ -71,6 +76,8 @@ def test_03_2_passes():
         (lambda ranks: sum(sizes(ranks)) - sum(sizes([ranks[0]])), "took for granted"),
         (lambda ranks: sum(sizes(ranks)) - sum(sizes(ranks)) // len(ranks), "(N-1)/N of all"),
         (against_rank_0, "ranks 1 and 2"),
+        (once_for_each_earlier, "once for each earlier rank"),
+        (lambda ranks: print(end=""), "print shows a value"),
         (lambda ranks: sum(sizes(ranks)) - keyed(lambda n, d: (n, d))(ranks), "what is needed"),
         (lambda ranks: sum(sizes(ranks)), "copies or not"),
         (lambda ranks: 180, "name and the digest"),
@@ -101,7 +108,10 @@ def balanced(numel, world_size, index):
         (lambda n, w, i: min(i // max(1, n // w), w - 1) if i < n else None, "left over"),
         (lambda n, w, i: i % w, "like cards"),
         (lambda n, w, i: i % w if i < n else None, "like cards"),
+        (lambda n, w, i: min(i // (n // w), w - 1) if i < n else None, "left over"),
         (balanced, "differ in length"),
+        (lambda n, w, i: i * w // n if i < n else None, "differ in length"),
+        (lambda n, w, i: None, "in rank order"),
         (lambda n, w, i: i // (n // w + 1) if i < n else None, "too long"),
         (lambda n, w, i: owner(n, w, i) + 1 if i < n else None, "count from 0"),
         (lambda n, w, i: i / -(-n // w) // 1 if i < n else None, "Return a rank, an int"),
@@ -219,6 +229,9 @@ TRAVEL = {"parameters": "all-gather", "gradients": "reduce-scatter", "optimizer 
         ({"optimizer states": "all-gather"}, 2, "the lecture's sentence"),
         ({"optimizer states": "reduce-scatter"}, 2, "not summed"),
         ({"gradients": "all-reduce"}, 2, "stage 0"),
+        ({"gradients": "reduce"}, 2, "to one rank"),
+        ({"parameters": "all-gathers"}, 3, "passed"),
+        ({"parameters": "gather"}, 2, "every rank needs them"),
         ({"gradients": "all-gather"}, 2, "by its owner"),
         ({"gradients": "nothing"}, 2, "must be summed"),
         ({"parameters": "nothing"}, 2, "must gather them"),

@@ -30,7 +30,7 @@ def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
                              (77_100, "backward alone"), (38_550, "nothing is recomputed"),
                              (295_200, "six times slower"), (20_000, "Adam on a GPU"),
                              (514_000, "10e9 parameters"), (106_912, "a peak"),
-                             (514e12, "cancels"), (7, "Write both down")]),
+                             (514e12, "cancels"), (7, "with its units")]),
     ],
 )  # fmt: skip
 def test_numbers_and_their_near_misses(number, points, right, wrong):

@@ -184,5 +184,5 @@ def test_repairs_pass():
 def test_11_6_numbers():
     expect("11.6", lambda: 1.5, 1, "passed")
     for wrong, words in [(3, "60 ms, not 30"), (2, "the bound"), (0.667, "over the serial"),
-                         (0.5, "over communication"), (2.5, "2 at most")]:  # fmt: skip
+                         (0.5, "communication"), (2.5, "2 at most"), (1, "gains")]:  # fmt: skip
         expect("11.6", wrong, 0, words)

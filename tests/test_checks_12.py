@@ -4,6 +4,10 @@ import pytest
 from test_checks_04 import expect, stub
 
 from zerolab.course.checks.lesson12 import CASES, FIRST_MISSTEPS, QUESTIONS, _first, _planned
+from zerolab.theory.memory import held as derived
+from zerolab.theory.memory import held_bytes
+from zerolab.theory.notation import N_d, Psi
+from zerolab.theory.plan import plan
 
 RIGHT = {"ZeRO-1 limit": 4, "ZeRO-2 limit": 8, "stage 3 traffic": "3/2", "divided by N": "states",
          "stage 1 by all-reduce": 1.5, "stage 2, A = 4": 2.5, "ZeRO-Offload": "CPU"}  # fmt: skip
@@ -17,6 +21,8 @@ def test_the_empty_stub_fails_and_is_called_not_attempted(number, answer):
 
 def test_12_1_passes():
     expect("12.1", lambda: RIGHT, 7, "passed")
+    expect("12.1", RIGHT | {"ZeRO-Offload": "CPU RAM", "divided by N": "model state"}, 7, "passed")
+    expect("12.1", RIGHT | {"ZeRO-1 limit": 2.9}, 6, "That is the value for 8 ranks")
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q.key)
@@ -44,6 +50,8 @@ def held(stage, n, k=12):
         (lambda s, n: 16 / [16, 4 + 12 / n, 14 + 2 / n, 16 / n][s], "includes stage 1"),
         (lambda s, n: n if s else 1, "Only stage 3"),
         (lambda s, n: 5, "16 over"),
+        (lambda s, n: print(end=""), "print shows a value"),
+        (lambda s, n: 16 * Psi / sum(derived(s).values()).subs(N_d, n), "the package's own"),
         (lambda s, n: "2.9x", "Return a number"),
         (lambda s, n: held[s], "TypeError"),
     ],
@@ -86,8 +94,13 @@ def test_12_3_the_cases_tell_all_known_missteps_from_the_right_answer_and_each_o
         (lambda p, n, g, o: first_stage(p, n, g, o) if first_stage(p, n, g, o) is not None else 3,
          "say None"),
         (lambda p, n, g, o: 0 if 16 * p / n <= (g - o) * 1e9 else None, "together"),
+        (lambda p, n, g, o: first_stage(p, n, n * g, o), "together"),
+        (lambda *c: -1 if first_stage(*c) is None else first_stage(*c), "return None"),
+        (lambda *c: None, "by hand"),
         (lambda p, n, g, o: first_stage(p, n, g, o, stages=[0, 3]), "at once"),
         (lambda p, n, g, o: 1, "by hand"),
+        (lambda p, n, g, o: int(plan(p, n, 0).held["total"] > (g - o) * 1e9), "the package's own"),
+        (lambda p, n, g, o: held_bytes(0, n, p)["total"], "the package's own"),
         (lambda p, n, g, o: p.fits, "AttributeError"),
         (lambda p, n: 0, "TypeError"),
     ],

@@ -1,5 +1,7 @@
 """The checks of lesson 13: solutions with the lecture's and with personal numbers, near misses."""
 
+import contextlib
+import itertools
 import math
 
 import nbformat
@@ -9,6 +11,7 @@ from test_checks_04 import expect, stub
 
 from zerolab import check, given
 from zerolab.course.checks import EXERCISES
+from zerolab.course.checks.core import Given, Wrong
 from zerolab.theory.derivation import Derivation
 from zerolab.theory.notation import N_d, Psi
 
@@ -149,6 +152,8 @@ def test_13_2_wants_a_derivation():
         ("communication", 45.9375, "counts elements"),
         ("communication", 183.75, "one and a half"),
         ("communication", 0.091875, "seconds"),
+        ("communication", 30.625, "three"),
+        ("serial", 91.875, "communication alone"),
         ("serial", 100, "perfect overlap"),
         ("serial", 205, "(N-1)/N is missing"),
         ("overlapped", 191.875, "the sum"),
@@ -172,6 +177,7 @@ PLACES = {"stage": 3, "parameters": "gpu", "gradients": "cpu", "optimizer states
         ({"optimizer states": "cpu"}, 1, "too small here"),
         ({"optimizer states": "gpu"}, 1, "move the rest down"),
         ({"parameters": "cpu"}, 3, "gpu has room"),
+        ({"parameters": "cpu", "gradients": "gpu"}, 3, "parameters first"),
         ({"gradients": "nvme"}, 3, "cpu has room"),
         ({"gradients": "disk"}, 0, "no tier"),
     ],
@@ -205,6 +211,23 @@ def test_13_5_near_misses_are_named(change, words):
     expect("13.5", BOTH | change, 4, words)
 
 
+def test_13_4_has_one_right_answer_whatever_is_drawn():
+    choices = EXERCISES["13.4"].choices
+    for numbers in itertools.product(*choices.values()):
+        mine = Given(**dict(zip(choices, numbers, strict=True)))
+        passed = []
+        for places in itertools.product(("gpu", "cpu", "nvme"), repeat=3):
+            with contextlib.suppress(Wrong):
+                EXERCISES["13.4"].judge(dict(zip(PLACES, (3, *places), strict=True)), mine)
+                passed.append(places)
+        assert len(passed) == 1, (mine, passed)
+
+
+def test_13_5_full_shard_fits_whatever_is_drawn():
+    for params, ranks, activations in itertools.product(*EXERCISES["13.5"].choices.values()):
+        assert 16 * params / ranks + activations <= 80e9
+
+
 def test_13_5_where_sharding_the_gradients_alone_does_not_fit_full_shard_is_better():
     learner = next(
         name for name in map(str, range(200))
@@ -227,7 +250,8 @@ def test_13_5_where_sharding_the_gradients_alone_does_not_fit_full_shard_is_bett
                   (14.0001, "rounded up"), ("14 GPUs", "number alone")]),
         ("13.7", [(104.3e9 / 16, "GiB, 2^30"), (104.3 * 2**30, "bytes"),
                   (104.3 * 2**30 / 12, "optimizer states alone"),
-                  (104.3 * 2**30 / 2, "parameters alone"), (104.3 / 16, "In billions")]),
+                  (104.3 * 2**30 / 2, "parameters alone"), (104.3 / 16, "In billions"),
+                  (6.9e9, "rounded too coarsely")]),
         ("13.11", [(520, "(N-1)/N is missing"), (1365, "forward alone"), (227.5, "elements"),
                    (910, "three times"), (303.33, "plain data parallelism"),
                    (3640, "all ranks together"), (1 / 455, "Upside down")]),
@@ -287,6 +311,11 @@ def never_capped(grad_shard, numel, max_norm, comm):
     return max_norm / norm_of(grad_shard, numel, comm)
 
 
+def norms_added_up(grad_shard, numel, max_norm, comm):
+    mine = grad_shard[: max(0, numel - comm.rank * len(grad_shard))]
+    return min(1.0, max_norm / comm.control_sum(mine.double().norm().view(1)).item())
+
+
 def without_root(grad_shard, numel, max_norm, comm):
     return min(1.0, max_norm / norm_of(grad_shard, numel, comm) ** 2)
 
@@ -305,7 +334,15 @@ def for_four(grad_shard, numel, max_norm, comm):
 @pytest.mark.parametrize(
     ("answer", "points", "words"),
     [
-        (local_norm, 0, "every rank would scale by another factor"),
+        (local_norm, 0, "each rank has another factor"),
+        (lambda *a: norm_of(a[0], a[1], a[3]), 0, "That is the norm"),
+        (lambda *a: min(1.0, a[2] * a[3].world_size / norm_of(a[0], a[1], a[3])), 0, "the mean"),
+        (
+            lambda *a: min(1.0, a[2] * a[3].world_size ** 0.5 / norm_of(a[0], a[1], a[3])),
+            0,
+            "squares are added up",
+        ),
+        (norms_added_up, 0, "norms cannot"),
         (with_padding, 0, "no gradient"),
         (never_capped, 0, "never above 1"),
         (without_root, 0, "root is missing"),

@@ -141,7 +141,7 @@ def test_a_right_word_passes_in_any_dress(number, key, word):
     [
         ("02.1", lambda n, bits: n * bits / 8, "Return an int"),
         ("02.2", lambda n: f"{int(n / 2**30 * 10) / 10} GiB", "You cut digits off"),
-        ("02.2", lambda n: print(f"{n / 2**30:.1f} GiB"), "return the text"),
+        ("02.2", lambda n: print(f"{n / 2**30:.1f} GiB"), "print shows"),
         ("02.2", lambda n: f"{n / 2**30:.1f}", "unit is missing"),
         ("02.2", lambda n: f"{n / 2**30:.1f}GiB", "A space stands"),
         ("02.3", lambda pieces: sum(list(pieces.values())[2:]), "go by their names"),

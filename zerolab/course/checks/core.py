@@ -31,6 +31,7 @@ _MARK = {NOT_ATTEMPTED: "[ ]", FAILED: "[x]", PASSED: "[ok]"}
 
 
 STUB = "your code here"
+NOTHING = "Return it: print shows a value, and does not give it back."
 LIMIT_S = 10.0  # for an answer that is tried in the notebook's own process
 before_each: list[Callable[[], None]] = []  # what every check does first
 
@@ -200,8 +201,7 @@ def given_back(answer: Any) -> Any:
     """An answer that is a value, or what it returns; Wrong where that is nothing."""
     value = answer() if callable(answer) else answer
     if value is None and callable(answer):
-        why = "Return it: print shows a value, and does not give it back."
-        raise Wrong(f"Your function returned {type_of(value)}.", why)
+        raise Wrong(f"Your function returned {type_of(value)}.", NOTHING)
     return value
 
 

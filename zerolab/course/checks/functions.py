@@ -6,12 +6,16 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerolab.course.checks.core import Elsewhere, Wrong, shown, type_of
+from zerolab.course.checks.core import NOTHING, Elsewhere, Wrong, shown, type_of
 from zerolab.course.withheld import withheld
 
 ARITHMETIC = tuple(f"zerolab.practice.sharding:{name}"
                    for name in ("shard_range", "shard_numel", "padded_numel"))  # fmt: skip
 """Who owns which element, as the package reckons it."""
+
+FORMULAS = ("zerolab.theory.memory:held", "zerolab.theory.memory:held_bytes",
+            "zerolab.theory.plan:plan")  # fmt: skip
+"""What a rank holds, as the package derives it."""
 
 Misstep = tuple[Callable[..., Any], str]
 """A wrong version of the function, and the misconception that leads to it."""
@@ -58,6 +62,8 @@ def expect_function(
     """
     expect_callable(answer)
     got = [_outcome(answer, case) for case in cases]
+    if all(one is None for one in got) and all(right(*case) is not None for case in cases):
+        raise Wrong("Your function returned nothing (None).", NOTHING)
     for case, one in zip(cases, got, strict=True):
         if isinstance(one, Exception):
             raise one

@@ -58,17 +58,20 @@ QUESTIONS = (
         "weights": "The weights need no average: equal steps keep them equal. (Averaging weights "
                    "is local SGD.)",
         "parameters": "The parameters need no average: equal steps keep them equal.",
-        "losses": "A loss is printed; what the step needs is its gradients.",
+        "loss": "A loss is printed; what the step needs is its gradients.",
         "batches": "Each rank keeps its own batch: that is the data that is parallel.",
         "activations": "Activations belong to a rank's own batch and never leave it.",
         "optimizer states": "They follow from gradients: equal gradients keep them equal.",
     }, "What differs from rank to rank after backward, and must not differ in the step?"),
     Question("differs", ("batch", "batches", "data", "mini-batch", "micro-batch",
-                         "input", "inputs", "input data", "training data", "samples"), {
+                         "input", "input data", "training data", "sample", "example",
+                         "training example", "token"), {
         "parameters": "The parameters are the same on every rank: that is what ZeRO will change.",
         "optimizer states": "They are the same on every rank: that is what ZeRO will change.",
         "gradients": "Not after they have been averaged.",
         "nothing": "Then all ranks would do the same work.",
+        "activations": "They differ because something else did before them.",
+        "loss": "It differs because something else did before it.",
     }, "What is parallel in data parallelism?"),
 )  # fmt: skip
 
@@ -110,6 +113,7 @@ def predict(answer: Any) -> None:
         Slip(48, "That is everything to everybody, which needs no parts and costs twice as much."),
         Slip(6, "6 is numbers; each has 4 bytes."),
         Slip(96, "That is all four ranks together: give one rank's bytes."),
+        Slip(64, "That is what all four ranks hold: how much of it does one send?"),
     ]
     expect_bytes(answer, 24, "One rank of four, four fp32 numbers", slips)
 
@@ -155,7 +159,8 @@ def _judge_mean(answer: Any, seed: int, key: Key) -> None:
             raise Wrong(
                 f"The mean is right, but rank {rank} sends {seen.sent} bytes where one all-reduce "
                 f"sends {budget}.",
-                "Gathering everybody's values sends each of them to everybody, to be added there.",
+                "One all-reduce is enough: a second one, or gathering everybody's values to add "
+                "them here, sends more.",
                 points=2,
             )
 
@@ -188,7 +193,8 @@ def _trial(answer: Callable[[Tensor, Comm], Tensor], seed: int) -> Seen:
 
 
 def _every(ranks: int, seed: int) -> Tensor:
-    return torch.randn(ranks, 12, generator=torch.Generator().manual_seed(seed + ranks))
+    draw = torch.Generator().manual_seed(seed + ranks)
+    return 0.5 + torch.rand(ranks, 12, generator=draw)  # no mean near 0: there rounding decides
 
 
 def _keys(seed: int) -> dict[int, Key]:
@@ -206,7 +212,7 @@ def _why(got: Tensor, key: Key, rank: int) -> str:
     for wrong, words in [
         (key.mean * ranks, "That is the sum: divide by the number of ranks."),
         (key.mean / ranks, "You divided twice, before the sum and after it."),
-        (own, "That is this rank's own values: nothing has arrived from the others."),
+        (own, "Those are this rank's own values: the sum is in the tensor that was reduced."),
         (own / ranks, "That is this rank's own values, divided: nothing was summed."),
     ]:
         if torch.allclose(got, wrong.double(), rtol=1e-4, atol=1e-6):

@@ -8,7 +8,7 @@ from typing import Any
 import sympy as sp
 
 from zerolab.course.checks.core import Wrong, exercise, given_back, shown, type_of
-from zerolab.course.checks.functions import expect_function, same_plain
+from zerolab.course.checks.functions import FORMULAS, expect_function, same_plain, without
 from zerolab.course.checks.numbers import Slip, expect_number
 from zerolab.theory.derivation import difference
 from zerolab.theory.memory import RECIPES, Recipe
@@ -38,6 +38,8 @@ def storage_bytes(answer: Any) -> None:
             (lambda n, bits: n * -(-bits // 8),
              "4-bit elements lie two in a byte: round up once at the end, not for each of them."),
             (lambda n, bits: n * bits // 8, "You round down: memory comes in whole bytes."),
+            (lambda n, bits: round(n * bits / 8),
+             "round() goes to the nearest: a part of a byte takes a whole one, so round up."),
             (lambda n, bits: n * 2, "An element has 2 bytes only where it has 16 bits."),
             (lambda n, bits: n, "These are elements: how many bits has each?"),
             (lambda n, bits: n * bits // 8 + 1,
@@ -82,13 +84,14 @@ def as_a_tool_prints(answer: Any) -> None:
             (lambda n: f"{n / gib:.0f} GiB", "One digit after the point, please."),
             (lambda n: f"{n / gib:.2f} GiB", "One digit after the point, please: not two."),
             (lambda n: f"{n / 2**20:.1f} MiB", "That is right, in MiB: give GiB."),
+            (lambda n: f"{n / 2**20:.1f} GiB", "You divided by 2**20, which gives MiB."),
+            (lambda n: f"{n // gib:.1f} GiB", "// cuts off what stands after the point: use /."),
             (lambda n: n / gib, "The number is right: return it as a text, with its unit."),
             (lambda n: round(n / gib, 1), "That is right: return it as a text, with its unit."),
             (lambda n: f"{n / gib:.1f}", "The number is right: its unit is missing."),
             (lambda n: f"{n / gib:.1f}GiB", "A space stands between the number and its unit."),
             (lambda n: f"{n // gib} GiB", "One digit after the point, please."),
             (lambda n: f"{int(n / gib * 10) / 10} GiB", "You cut digits off: round."),
-            (lambda n: None, "A function that prints returns nothing: return the text."),
         ],
         lambda n: f"{n:,} bytes",
         'Divide by 2**30 and write "… GiB" with one digit after the point.',
@@ -120,6 +123,7 @@ def k_of(answer: Any) -> None:
         [
             (lambda r: r.total, "That is all of the parameter's bytes: two pieces are no states."),
             (lambda r: 12, "12 is K of adamw-mixed: other recipes have other pieces."),
+            (lambda r: r.total - 4, "You take 4 bytes off: which two pieces are they? By name."),
             (lambda r: _sum(dict(r.components), *own, "master weight"),
              "You left the master weight out: K includes it."),
             (lambda r: sum(s for n, s in r.components if n not in own and "gradient" not in n),
@@ -162,8 +166,11 @@ HIDDEN = ((7 * 10**9, 8), (13 * 10**9, 64), (104_336, 4), (1000, 1), (1000, 7))
 def optimizer_bytes(answer: Any) -> None:
     if not callable(answer):
         raise Wrong(f"This is {type_of(answer)}.", "Give the function itself: optimizer_bytes.")
+    answer = without(answer, *FORMULAS)
     missteps = [
         (lambda r: r.K * Psi, "You did not divide: N_d ranks share them."),
+        (lambda r: (r.total - r.K + r.K / N_d) * Psi, "Leave out parameters and gradients."),
+        (lambda r: (4 + r.K / N_d) * Psi, "Leave out parameters and gradients."),
         (lambda r: sp.Integer(12) * Psi / N_d, "12 is K of adamw-mixed: take recipe.K."),
         (lambda r: r.total * Psi / N_d, "That divides parameters and gradients, too: stage 3."),
         (lambda r: sp.Integer(r.K) / N_d, "That is bytes for each parameter: there are Ψ."),
@@ -236,6 +243,7 @@ def strangers(expr: sp.Expr) -> list[sp.Symbol]:
 def overestimate(answer: Any) -> None:
     slips = [
         Slip(12.5, "12.5 is measured by the larger of the two: divide by the exact one."),
+        Slip(1 / 8, "1/8 is measured by the larger of the two: divide by the exact one."),
         Slip(87.5, "87.5 % is the exact factor itself."),
         Slip(800 / 7, "That is the whole ratio in percent: how much is it above 100?"),
         Slip(8 / 7, "That is the ratio: how many percent is it above 1?"),

@@ -109,6 +109,9 @@ def redundant(answer: Any) -> None:
         (lambda ranks: sum(s for before, p in pairwise(ranks) for n, (d, s) in p.items()
                            if before.get(n, ("", 0))[0] == d),
          "You compared with the rank before alone: any earlier rank may hold the same."),
+        (lambda ranks: sum(s for i, p in enumerate(ranks) for q in ranks[:i]
+                           for n, (d, s) in p.items() if q.get(n, ("", 0))[0] == d),
+         "You count a copy once for each earlier rank that holds it: once is right."),
         (lambda ranks: _total(ranks) - redundant_bytes(ranks),
          "That is what is needed: the copies are the rest."),
         (_total, "These are all bytes, copies or not."),
@@ -159,13 +162,16 @@ def who_owns(answer: Any) -> None:
              "You rounded the length down: then some elements find no rank. Round up."),
             (lambda n, w, i: min(i // max(1, n // w), w - 1) if i < n else None,
              "The last rank gets all that is left over, more than a shard: round the length up."),
+            (lambda n, w, i: min(i // (n // w), w - 1) if i < n else None,
+             "The last rank gets all that is left over, more than a shard: round the length up."),
             (lambda n, w, i: i % w if i < n else None,
              "You deal the elements out like cards: a shard is one piece, cut from the buffer."),
             (lambda n, w, i: i % w,
              "You deal the elements out like cards: a shard is one piece, cut from the buffer."),
-            (lambda n, w, i: _balanced(n, w, i) if i < n else None,
-             ("Your shards differ in length by one: a collective moves equal parts, so all are "
-             "rounded up and the end is padded.")),
+            *((lambda n, w, i, cut=cut: cut(n, w, i) if i < n else None,
+               ("Your shards differ in length by one: a collective moves equal parts, so all are "
+               "rounded up and the end is padded."))
+              for cut in (_balanced, lambda n, w, i: i * w // n)),
             (lambda n, w, i: i // (n // w + 1) if i < n else None,
              "n // N + 1 is too long where N divides n: round up, which adds nothing then."),
             (lambda n, w, i: i // -(-n // w) + 1 if i < n else None, "Ranks count from 0."),
@@ -350,11 +356,13 @@ def seventy_billion(answer: Any) -> None:
 TRAVEL = "A parameter is needed whole by forward and backward, a gradient only summed by its owner."
 QUESTIONS = (
     Question("parameters", ("all-gather", "all gather", "all_gather"), {
+        "gather": "A gather collects them on one rank alone: here every rank needs them.",
         "reduce-scatter": "A reduce-scatter adds: parameters are not added, they are collected.",
         "all-reduce": "An all-reduce adds: adding parameters makes no sense here.",
         "nothing": "A rank with a shard of the weights cannot run a layer: it must gather them.",
     }, TRAVEL),
     Question("gradients", ("reduce-scatter", "reduce scatter", "reduce_scatter"), {
+        "reduce": "A reduce brings all sums to one rank: each has an owner of its own.",
         "all-gather": "Nobody needs everybody's gradients: their sum is needed, by its owner.",
         "all-reduce": "That gives every rank every sum, and a rank uses only its shard: stage 0.",
         "nothing": "Every rank has gradients of its own batch: they must be summed.",

@@ -228,6 +228,7 @@ def overlap_gain(answer: Any) -> None:
         Slip(2, "2 is the bound; it is reached only where both take equally long."),
         Slip(2 / 3, "That is the overlapped time over the serial one."),
         Slip(0.5, "That is computation over communication."),
+        Slip(1, "Overlap hides the shorter of the two: it gains something."),
         Slip(2.5, "The middle of what the lecture says; with two resources it is 2 at most."),
     ]
     expect_number(answer, 1.5, "Serial over overlapped, 30 ms and 60 ms", slips)

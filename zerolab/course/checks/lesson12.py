@@ -7,7 +7,14 @@ from fractions import Fraction
 from typing import Any
 
 from zerolab.course.checks.core import Wrong, exercise, shown
-from zerolab.course.checks.functions import Misstep, expect_function, plain, same_plain
+from zerolab.course.checks.functions import (
+    FORMULAS,
+    Misstep,
+    expect_function,
+    plain,
+    same_plain,
+    without,
+)
 from zerolab.course.checks.quiz import Question, expect_answers
 from zerolab.theory.plan import plan
 
@@ -43,7 +50,9 @@ QUESTIONS = (
         6: "6 is stage 3's ratio, 12 passes against 2.",
         2: "Four passes of gradients, and one of parameters: 5 against 2.",
     }, "A + 1 passes against two."),
-    Question("ZeRO-Offload", ("cpu", "cpu memory", "cpu's memory", "host", "host memory", "ram"), {
+    Question("ZeRO-Offload", ("cpu", "cpu memory", "cpu's memory", "cpu ram", "host", "host memory",
+                              "host ram", "ram", "dram", "main memory", "system memory"), {
+        "disk": "A disk came with ZeRO-Infinity.",
         "nvme": "NVMe came with ZeRO-Infinity.",
         "cpu/nvme": "The summary says so; NVMe came with ZeRO-Infinity.",
         "cpu and nvme": "The summary says so; NVMe came with ZeRO-Infinity.",
@@ -54,6 +63,7 @@ QUESTIONS = (
         "all memory": "Activations, buffers and fragmentation are as large as before.",
         "activations": "Activations belong to a rank's own batch, and are as large as before.",
         "parameters": "Parameters, gradients and optimizer states: there is a word for the three.",
+        "optimizer states": "That is stage 1: stage 3 divides two more kinds.",
     }, "Two words, for parameters, gradients and optimizer states together."),
 )  # fmt: skip
 
@@ -95,7 +105,7 @@ def _constant(*values: float) -> Any:
 )
 def reduction(answer: Any) -> None:
     expect_function(
-        answer,
+        without(answer, *FORMULAS),
         lambda stage, ranks: 16 / _held(stage, ranks),
         [(stage, ranks) for ranks in (8, 1, 4, 64, 1024) for stage in range(4)],
         [
@@ -162,6 +172,9 @@ FIRST_MISSTEPS: list[Misstep] = [
      "Where no stage fits, say None: stage 3 is no answer then."),
     (lambda *c: 0 if c[0] * 16 <= c[1] * (c[2] - c[3]) * 1e9 else None,
      "You put all GPUs' memory together: at stage 0 each of them must hold everything."),
+    (lambda *c: _first(c[0], c[1], c[1] * c[2], c[3]),
+     "You put all GPUs' memory together: what a stage needs is what each of them holds."),
+    (lambda *c: -1 if _first(*c) is None else _first(*c), "Where no stage fits, return None."),
     (lambda *c: None if _first(*c) is None else _first(*c) and 3,
      "You went from stage 0 to 3 at once: stages 1 and 2 send no more than data parallelism."),
 ]  # fmt: skip
@@ -179,7 +192,7 @@ FIRST_MISSTEPS: list[Misstep] = [
 )
 def first_stage(answer: Any) -> None:
     expect_function(
-        answer,
+        without(answer, *FORMULAS),
         _planned,
         CASES,
         FIRST_MISSTEPS,

@@ -43,7 +43,7 @@ def clip_factor(answer: Any) -> None:
 def _judge_clip(answer: Any, seed: int, norms: list[float]) -> None:
     size = len(norms) - 2
     for max_norm in (1.0, 1e3):
-        right, padded, *local = (min(1.0, max_norm / norm) for norm in norms)
+        right = min(1.0, max_norm / norms[0])
         seen = on_ranks(_clip, answer, max_norm, seed, size=size)
         for rank, (value, sent) in enumerate(seen):
             if not isinstance(value, float):
@@ -54,7 +54,7 @@ def _judge_clip(answer: Any, seed: int, norms: list[float]) -> None:
                 raise Wrong(
                     f"With max_norm {max_norm:g} rank {rank} scales by {value:.6g}; the factor is "
                     f"{right:.6g}.",
-                    _why_clip(value, right, local[rank], padded, max_norm),
+                    _why_clip(value, norms, rank, max_norm),
                 )
             if sent > 64 * size:
                 raise Wrong(
@@ -73,11 +73,11 @@ def _gradient(ranks: int, seed: int) -> Tensor:
 
 
 def _norms(seed: int) -> dict[int, list[float]]:
-    """By number of ranks: the norm of the gradient, that with padding, and that of each shard."""
+    """By number of ranks: the norm of the gradient, that with padding, and that of each part."""
     found = {}
     for ranks in (RANKS, 3):
         full = _gradient(ranks, seed)
-        parts = [full[:NUMEL], full, *full.split(len(full) // ranks)]
+        parts = [full[:NUMEL], full, *full[:NUMEL].split(len(full) // ranks)]
         found[ranks] = [float(part.double().norm()) for part in parts]
     return found
 
@@ -97,15 +97,23 @@ def _clip(
     return value, sent["total"] + sent["control"]
 
 
-def _why_clip(value: float, right: float, local: float, padded: float, max_norm: float) -> str:
-    if math.isclose(value, local, rel_tol=1e-4):
-        return "That is the norm of this rank's shard: every rank would scale by another factor."
-    if math.isclose(value, padded, rel_tol=1e-4):
-        return "The padding is in it: what lies beyond numel is no gradient."
+def _why_clip(value: float, norms: list[float], rank: int, max_norm: float) -> str:
+    norm, padded, *local = norms
+    ranks = len(local)
+    if max_norm < norm and math.isclose(value, norm, rel_tol=1e-4):
+        return "That is the norm: return what the gradient is multiplied by."
     if value > 1:
         return "A gradient that is short enough is left as it is: the factor is never above 1."
-    if math.isclose(value, max_norm / (max_norm / right) ** 2, rel_tol=1e-4):
-        return "You divided by the sum of squares: its root is missing."
+    for wrong, words in [
+        (local[rank], "That is by the norm of this rank's shard: each rank has another factor."),
+        (padded, "The padding is in it: what lies beyond numel is no gradient."),
+        (norm**2, "You divided by the sum of squares: its root is missing."),
+        (sum(local), "Norms were added up; squares can be, norms cannot."),
+        (norm / ranks, "The shards hold the mean already: nothing is divided by N."),
+        (norm / ranks**0.5, "The squares are added up over ranks: nothing is divided by N."),
+    ]:
+        if math.isclose(value, min(1.0, max_norm / wrong), rel_tol=1e-4):
+            return words
     return "min(1, max_norm / norm), where the norm's square is the sum of all ranks' squares."
 
 

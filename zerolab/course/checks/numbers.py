@@ -19,6 +19,7 @@ UNITS = {
 }  # fmt: skip
 
 
+COARSE = "It is rounded too coarsely: three digits."
 COUNTS = {"x": 1, "times": 1, "million": 1e6, "billion": 1e9, "trillion": 1e12}
 
 
@@ -84,7 +85,10 @@ def expect_number(answer: Any, right: float, what: str, slips: list[Slip]) -> No
     if math.isclose(value, right, rel_tol=0.005):
         return
     _recognise(value, slips, f"{what}: {value:g} is not it.")
-    raise Wrong(f"{what}: {value:g} is not it.", "Write both down before you divide.")
+    if two_digits(value, right):
+        raise Wrong(f"{what}: {value:g} is near.", COARSE)
+    why = "Write the formula down, with its units, before you put numbers in."
+    raise Wrong(f"{what}: {value:g} is not it.", why)
 
 
 def expect_bytes(
@@ -104,13 +108,13 @@ def expect_bytes(
         Slip(right / 1e9, 'That is the number of GB: give bytes, or write the unit, "… GB".'),
     ]
     _recognise(value, [*slips, *general], f"{what}: {_show(value)} is not it.")
-    if math.isclose(value, right, rel_tol=0.02) or _two_digits(value, right):
-        raise Wrong(f"{what}: {_show(value)} is near.", "It is rounded too coarsely: three digits.")
+    if math.isclose(value, right, rel_tol=0.02) or two_digits(value, right):
+        raise Wrong(f"{what}: {_show(value)} is near.", COARSE)
     much = "too much" if value > right else "too little"
     raise Wrong(f"{what}: {_show(value)} is {much}.", "Write the sum down part by part.")
 
 
-def _two_digits(value: float, right: float) -> bool:
+def two_digits(value: float, right: float) -> bool:
     """Whether the value is the right one with two digits of it left, rounded up or down."""
     if right <= 0:
         return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolab.course.checks.core import STUB, Wrong, given_back, shown
-from zerolab.course.checks.numbers import read_number
+from zerolab.course.checks.numbers import COARSE, read_number, two_digits
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,21 @@ class Question:
         try:
             value = read_number(answer)
         except Wrong as wrong:
-            return f"{self.key}: {wrong.difference}"
+            return f"{self.key}: {wrong.difference} {wrong.misconception}".strip()
         if math.isclose(value, self.right, rel_tol=0.002):
             return None
         for slip, words in self.slips.items():
-            if not isinstance(slip, str) and math.isclose(value, slip, rel_tol=0.002):
+            if isinstance(slip, str):
+                continue
+            if math.isclose(value, slip, rel_tol=0.002) or two_digits(value, slip):
                 return no + words
-        return no + self.otherwise
+        return no + (COARSE if two_digits(value, self.right) else self.otherwise)
 
 
 def _word(text: str) -> str:
-    """Without article, case, space and hyphen: "An all-gather" is allgather."""
-    return re.sub(r"[\W_]|^(the|an|a|its|their) ", "", str.__str__(text).lower().strip())
+    """Without article, case, space, hyphen and plural: "The all-gathers" is allgather."""
+    text = re.sub(r"[\W_]|^(the|an|a|its|their) ", "", str.__str__(text).lower().strip())
+    return re.sub(r"(?<=ss)es$|(?<!s)s$", "", text)
 
 
 def expect_answers(answer: Any, questions: Sequence[Question]) -> None:
