@@ -106,13 +106,13 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def steady(look: Callable[[], Found]) -> Found:
-    """What `look` finds five times in a row, 10 ms apart.
+    """What `look` finds five times in a row, 5 ms apart.
 
     A thread of the process group may hold a collective's buffers a little longer than the call.
     """
     found, times = look(), 1
     while times < 5:
-        time.sleep(0.01)
+        time.sleep(0.005)
         now = look()
         times = times + 1 if now == found else 1
         found = now

@@ -160,7 +160,6 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
 @contextlib.contextmanager
 def quick_looks() -> Iterator[None]:
     """What is there already is no garbage: a collection inside looks only at what came since."""
-    gc.collect()
     gc.freeze()
     try:
         yield
