@@ -343,7 +343,7 @@ def test_09_3_passes():
         (updates_above, 3, "up and down again"),
         (states_up_too, 3, "not needed on the device"),
         (keeps_states_above, 3, "came up is kept"),
-        (renames, 3, "a new unit.param_shard"),
+        (renames, 3, "A new unit.param_shard"),
         (multiplies_by_n, 0, "N² times too large"),
         (sums_again, 3, "One all-gather"),
         (forgets_n, 0, "N times too large"),
