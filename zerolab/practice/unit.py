@@ -126,9 +126,7 @@ class Unit:
     def own_grads(self) -> Tensor:
         """`grad_shard`, made of zeros if there is none yet."""
         if self.grad_shard is None:
-            zeros = self.param_shard.new_zeros(
-                self.param_shard.numel(), dtype=self.precision.gradient
-            )
+            zeros = torch.zeros_like(self.param_shard, dtype=self.precision.gradient)
             self.grad_shard = label(zeros, "gradients")
         return self.grad_shard
 
