@@ -38,6 +38,14 @@ def world_of():
         yield lru_cache(lambda size: stack.enter_context(World(size, timeout=60)))
 
 
+def pytest_runtest_setup():
+    """Hypothesis leaves a function that runs with each collection of garbage to time it.
+
+    A Stop that arrived inside would be lost there, and the test that pressed it would wait.
+    """
+    gc.callbacks.clear()
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first, then the others; `make units` tells xdist to keep this order."""
     place = {name: number for number, name in enumerate(LONGEST)}

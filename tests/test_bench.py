@@ -40,9 +40,10 @@ def test_stages_2_and_3_run_on_gloo_s_own_collectives_too_and_those_send_more(ou
         ours, native = engines[name], engines[f"{name} native"]
         assert ours["loss"] == native["loss"]
         assert ours["sent_bytes_per_parameter"] == native["sent_bytes_per_parameter"]
-        if ours["wire_bytes_per_parameter"]:  # the reduce-scatter sends 2 bytes instead of 1
-            more = native["wire_bytes_per_parameter"] - ours["wire_bytes_per_parameter"]
-            assert more == pytest.approx(1, abs=0.4)
+        if ours["wire_bytes_per_parameter"]:  # gloo's reduce-scatter sends 2 bytes instead of 1
+            sent = ours["sent_bytes_per_parameter"]  # packets' headers and acknowledgements add
+            assert sent <= ours["wire_bytes_per_parameter"] < sent + 1
+            assert sent + 1 <= native["wire_bytes_per_parameter"] < sent + 2
 
 
 def test_the_parts_of_the_cpu_time_are_its_sum_and_none_but_the_runner_alone_is_without_them(

@@ -1,6 +1,5 @@
 """Plans: exact for bare numbers, honest about the rest, and one sentence where impossible."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -164,10 +163,11 @@ def test_overlap_is_never_slower():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "llama2-70b", "gpt3-175b"])
-def test_the_fastest_that_fits_is_found_within_a_second(name):
-    start = time.process_time()  # of this process alone, however busy the machine
+def test_the_fastest_that_fits_is_found_with_a_look_at_each_way(name, monkeypatch):
+    looks = []
+    monkeypatch.setattr("zerolab.course.search.plan", lambda *a: looks.append(a) or plan(*a))
     p = fastest(name, "dgx-a100")
-    assert time.process_time() - start < 1.0
+    assert len(looks) == len(set(looks)) == 168, "a millisecond each: an explorer answers at once"
     assert p.verdict in ("fits", "tight") and p.tokens_per_s > 0
     slow = plan(name, "dgx-a100", Strategy(3, optimizer_on="nvme", parameters_on="nvme",
                                            recompute="full"))  # fmt: skip
