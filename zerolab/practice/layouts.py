@@ -6,6 +6,7 @@ and the CPU; FSDP1 has to be told so.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections import Counter
@@ -192,5 +193,11 @@ def _activations(config: GPTConfig, dtype: torch.dtype) -> int:
 
 
 def import_fsdp() -> None:
-    """Loads both FSDPs on a rank, which takes a second: before anything with a time limit."""
-    import torch.distributed.fsdp  # noqa: F401
+    """Loads both FSDPs on a rank, which takes a second or two: before anything with a time limit.
+
+    The first `fully_shard` would load torch's compiler, too, which takes longer than the rest.
+    """
+    import torch.distributed.fsdp
+
+    with contextlib.suppress(ImportError):  # a module of torch's own, which may change its name
+        import torch._dynamo  # noqa: F401
