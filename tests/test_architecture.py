@@ -47,8 +47,9 @@ LINE_BUDGETS = {
     # hundred lines look at both FSDPs at four instants of a step; twenty are what DeepSpeed is told
     # so that it is what its name says, and questions that a dry run answers itself; forty say where
     # DeepSpeed keeps what, and what of its traffic is a number and no state; twenty make tensors on
-    # no device do as they do on a CPU, in half the time of torch's fakes
-    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1240),
+    # no device do as they do on a CPU, in half the time of torch's fakes; thirty spare a dry run
+    # torch's compiler, whose load took longer than the run
+    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1270),
     # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, a race
     # that takes its CPU time and what engines hold apart, checkpoints that a stranger may have made
     # or that lie among other things, models and losses that a stage cannot take; ten wait until a

@@ -197,3 +197,20 @@ def test_a_dry_run_of_175_billion_parameters_is_derived_and_needs_half_a_gigabyt
         assert compared[what]["predicted"] == compared[what]["measured"]
     (most_kib,) = re.findall(r"VmHWM:\s*(\d+) kB", status)
     assert int(most_kib) * 1024 < 500e6
+
+
+def test_a_dry_run_loads_no_compiler_and_leaves_torch_as_it_was():
+    program = (
+        "import sys, torch; from torch import nn; import torch.utils.checkpoint as c;"
+        "from zerolab.course.thousand import dry_measure;"
+        "before = {**vars(nn.init)}, nn.functional.scaled_dot_product_attention;"
+        "plain = dry_measure('gpt2', 8, 3).as_dict();"
+        "print('torch._dynamo' in sys.modules);"
+        "print(before == (vars(nn.init), nn.functional.scaled_dot_product_attention));"
+        "whole = dry_measure('gpt2', 8, 3, recompute=True);"  # asks the compiler for its settings
+        "print('torch._dynamo' in sys.modules, torch._dynamo.is_compiling());"
+        "print(hasattr(c.checkpoint.__wrapped__, '__dynamo_disable'));"
+        "print(dry_measure('gpt2', 8, 3).as_dict() == plain)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "True", "False", "False", "True"], done.stderr

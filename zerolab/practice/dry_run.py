@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -190,7 +193,8 @@ def _fakes() -> Any:
 def _nowhere() -> Iterator[None]:
     """New tensors lie on the meta device, and attend with the kernel that a CPU has for it.
 
-    Left to itself torch would take attention apart there, and keep what no CPU keeps.
+    Left to itself torch would take attention apart there, and keep what no CPU keeps. First
+    weights are not drawn, as there is nothing to draw them into.
     """
     attend = F.scaled_dot_product_attention
     kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -204,12 +208,44 @@ def _nowhere() -> Iterator[None]:
             return attend(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
         return kernel(query, key, value, is_causal=is_causal)[0]
 
+    draws = {name: draw for name, draw in vars(nn.init).items() if name[0] != "_" == name[-1]}
     F.scaled_dot_product_attention = attend_as_a_cpu  # type: ignore[assignment]
+    vars(nn.init).update(dict.fromkeys(draws, lambda tensor, *_, **__: tensor))
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _compiler_unloaded():
             yield
     finally:
         F.scaled_dot_product_attention = attend
+        vars(nn.init).update(draws)
+
+
+@contextlib.contextmanager
+def _compiler_unloaded() -> Iterator[None]:
+    """Spares the load of torch's compiler, if it is not there yet: that takes longer than a run.
+
+    Many of torch's functions ask it, at their first call, not to compile them, and ask for nothing
+    else. Here they are answered without it; whoever asks for more gets the compiler itself.
+    """
+    name, answered = "torch._dynamo", []
+    stand_in = ModuleType(name)
+
+    def disable(function: Any, *_: Any, **__: Any) -> Any:
+        answered.append(function)
+        return function
+
+    def load(attribute: str) -> Any:
+        sys.modules.pop(name, None)
+        return getattr(importlib.import_module(name), attribute)
+
+    vars(stand_in).update(disable=disable, __getattr__=load)
+    sys.modules.setdefault(name, stand_in)
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+        for function in answered:  # asks again in the next call
+            vars(function).pop("__dynamo_disable", None)
 
 
 @contextlib.contextmanager
