@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-NBVAL = --nbval --nbval-current-env --nbval-cell-timeout=120 -n 2 --dist loadfile
+NBVAL = --nbval --nbval-current-env --nbval-cell-timeout=300 -n 2 --dist loadfile
 
 .PHONY: lab test lint types step units notebooks lessons site clean
 

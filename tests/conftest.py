@@ -35,7 +35,7 @@ def world_of():
     from zerolab import World
 
     with ExitStack() as stack:
-        yield lru_cache(lambda size: stack.enter_context(World(size, timeout=60)))
+        yield lru_cache(lambda size: stack.enter_context(World(size, timeout=300)))
 
 
 def pytest_runtest_setup():

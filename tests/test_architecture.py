@@ -21,7 +21,7 @@ FORBIDDEN = {
 }
 ENGINE = ["stage0", "stage1", "stage2", "stage3", "unit", "reduction", "gathering", "norm"]
 ENGINE += ["sharding", "adamw", "comm"]
-WITNESSES = ["architectures", "dry_run", "layouts", "observe", "peers"]
+WITNESSES = ["architectures", "dry_run", "layouts", "nowhere", "observe", "peers"]
 CLASSROOM = ["release", "pretend", "pretend_answers", "pretend_hostile", "nbgrader_course"]
 OFFLOAD = ["tiers", "statefile", "stores", "offload", "offload_count", "rates"]
 LINE_BUDGETS = {
@@ -30,8 +30,8 @@ LINE_BUDGETS = {
     # ten for quotients as one writes them
     "theory": ([p for p in FILES if p.parent.name == "theory"], 1710),
     # what a learner reads to understand the four stages; some forty lines of it are there for
-    # passes that were torn off and for frozen units
-    "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1050),
+    # passes that were torn off and for frozen units, five ask whether an all-reduce got a shard
+    "engine": ([PACKAGE / "practice" / f"{name}.py" for name in ENGINE], 1055),
     # ranks beside a notebook, on any system and after any accident: not about ZeRO; a hundred
     # lines are what Windows lacks (system.py), two hundred what a machine that many share asks for:
     # its limits named before they strike, and nothing left of a killed kernel (host.py); twenty are
@@ -46,10 +46,10 @@ LINE_BUDGETS = {
     # models that no laptop holds, and steps that are not ours, under the meter; the last two
     # hundred lines look at both FSDPs at four instants of a step; twenty are what DeepSpeed is told
     # so that it is what its name says, and questions that a dry run answers itself; forty say where
-    # DeepSpeed keeps what, and what of its traffic is a number and no state; twenty make tensors on
-    # no device do as they do on a CPU, in half the time of torch's fakes; thirty spare a dry run
-    # torch's compiler, whose load took longer than the run
-    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1270),
+    # DeepSpeed keeps what, and what of its traffic is a number and no state; sixty make tensors on
+    # no device do as they do on a CPU, sooner than torch's fakes do; thirty spare a dry run
+    # the load of torch's compiler, which took longer than the run
+    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1310),
     # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, a race
     # that takes its CPU time and what engines hold apart, checkpoints that a stranger may have made
     # or that lie among other things, models and losses that a stage cannot take; ten wait until a

@@ -217,7 +217,7 @@ def test_progress_that_nobody_hears_ends_a_training_quietly():
         ["bash", "-c", f"{line} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (141, "")
     assert done.stdout.startswith("step 1 of 100,000")

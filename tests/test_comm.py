@@ -93,16 +93,22 @@ def test_sums_are_rounded_once_and_in_rank_order():
 
 
 def wrong_length():
-    comm = Comm()
-    try:
-        comm.all_gather(torch.empty(7), torch.empty(2))
-    except ValueError as error:
-        return str(error)
+    comm, said = Comm(), []
+    for call in (
+        lambda: comm.all_gather(torch.empty(7), torch.empty(2)),
+        lambda: comm.all_reduce(torch.empty(7)),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def test_a_shard_of_the_wrong_length_is_refused_before_anything_is_sent(world_of):
-    for message in world_of(4).run(wrong_length):
-        assert "Pad it first" in message and "4 shards" in message
+    for gathered, reduced in world_of(4).run(wrong_length):
+        assert "Pad it first" in gathered and "4 shards" in gathered
+        assert "7 elements are no multiple of 4 ranks" in reduced
 
 
 def much_traffic():

@@ -43,8 +43,8 @@ def test_every_dense_model_of_the_catalog_can_be_built():
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_one_booking_counts_what_n_minus_1_sends_count(monkeypatch, small, stage, ranks):
     job = small_job(small, ranks, stage=stage, rank=ranks - 1, micro_batches=2)
-    fakes = dry_run._fakes()  # which torch's fake group takes from a Comm; meta tensors it does not
-    monkeypatch.setattr(dry_run, "_nowhere", lambda: fakes)
+    fakes = dry_run.fake_tensors()  # torch's fake group takes these from a Comm, and no meta ones
+    monkeypatch.setattr(dry_run, "nowhere", lambda: fakes)
     booked = dry_count(job)
     monkeypatch.setattr(dry_run, "OneBookingComm", Comm)
     assert dry_count(job) == booked

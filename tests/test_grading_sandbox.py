@@ -274,7 +274,7 @@ def test_a_run_that_is_stopped_leaves_nothing_and_the_next_has_nothing_to_fear(t
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sent)
     process.send_signal(signal.SIGTERM)  # once more, while it tidies up
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=300)[1]
     assert process.returncode == 130
     assert "stopped after 0 of 1" in said
     assert list(scratch.iterdir()) == []

@@ -461,7 +461,7 @@ def test_of_a_launchers_ranks_one_tells_of_a_bad_step_in_one_sentence(tmp_path, 
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in ("0", "1")
     ]  # fmt: skip
-    out, said = zip(*(rank.communicate(timeout=240) for rank in ranks), strict=True)
+    out, said = zip(*(rank.communicate(timeout=600) for rank in ranks), strict=True)
     sentences = [line for line in "".join(said).splitlines() if "zerolab: rank" not in line]
     assert len(sentences) == 1
     assert sentences[0] in [f"zerolab identify: {text}" for text in words]

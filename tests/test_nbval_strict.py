@@ -45,7 +45,7 @@ def validate(folder: Path, *, strict: bool) -> dict[str, dict[str, str]]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # a pipe would stay open as long as a kernel does
         stderr=subprocess.DEVNULL,
-        timeout=120,
+        timeout=600,
     )
     result: dict[str, dict[str, str]] = {}
     for case in ElementTree.parse(folder / "report.xml").iter("testcase"):

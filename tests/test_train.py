@@ -492,7 +492,7 @@ def test_ctrl_c_ends_with_a_sentence_and_the_last_checkpoint_stays(capsys, tmp_p
     heard = training.stderr.readline()  # the second evaluation is on its way
     assert heard.startswith("step 2 of 100,000")
     os.kill(training.pid, signal.SIGINT)
-    out, err = training.communicate(timeout=60)
+    out, err = training.communicate(timeout=300)
     assert training.returncode == 130
     assert out == ""
     last = err.splitlines()[-1]

@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-WAIT_MS = 60_000
+WAIT_MS = 180_000
 
 # The notebook's code cells from JupyterLab's own model, as cells out of sight are not drawn.
 CELLS = """[...jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')

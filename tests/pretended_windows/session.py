@@ -111,7 +111,7 @@ def stop_once_both_run():
 
 def main():
     seen = {"lacking": lacking(), "too many": error_of(World, 40)}
-    world = World(2, timeout=60)
+    world = World(2, timeout=300)
     ready = step()
 
     def pids():

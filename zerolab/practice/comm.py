@@ -95,8 +95,14 @@ class Comm:
     def all_reduce(self, full: Tensor) -> None:
         """Replaces `full` by its sum over ranks, on each: a reduce-scatter, then an all-gather.
 
-        Sends 2(N-1)/N of full's bytes, as the ring all-reduce does.
+        Sends 2(N-1)/N of full's bytes, as the ring all-reduce does. ValueError for a length that
+        the ranks do not divide.
         """
+        if full.numel() % self.world_size:
+            raise ValueError(
+                f"{full.numel()} elements are no multiple of {self.world_size} ranks: is this one "
+                "rank's shard? A whole tensor is padded first."
+            )
         with sending_as("all_reduce"):
             shard = shard_of(full, self.world_size, self.rank)
             self.reduce_scatter(shard, full)

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerolab.practice.architectures import Architecture, Decoder
 from zerolab.practice.comm import Comm, Finish, sum_in_rank_order
 from zerolab.practice.gpt import num_parameters
 from zerolab.practice.measure import STAGES
-from zerolab.practice.meter import Meter, hear_resizes, label, sending_as, watching
+from zerolab.practice.meter import Meter, hear_resizes, label, sending_as, tensors_in, watching
+from zerolab.practice.nowhere import AS_ON_A_CPU, fake_group, fake_tensors, nowhere
 from zerolab.practice.peers import Peer, fsdp2
 from zerolab.practice.sharding import padded_numel, shard_of, shard_range
 
@@ -81,7 +77,6 @@ class DryCount:
 
 
 _DEVICE = torch.ops.prim.device.default  # where is this tensor?
-_LAYER_NORM = torch.ops.aten.native_layer_norm.default
 
 
 class OneBookingComm(Comm):
@@ -129,12 +124,12 @@ class ModuleMeter(Meter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # two of three operations; the fake mode takes longer
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _LAYER_NORM and args[0].is_meta:  # a CPU keeps mean and deviation as short
-            result = result[0], *(kept.to(args[0].dtype) for kept in result[1:])
-            for kept in result:
-                self.see(kept)
-        return result
+        if func in AS_ON_A_CPU and args[0].is_meta:
+            result = AS_ON_A_CPU[func](*args)
+            for value in tensors_in((args, result)):
+                self.see(value)
+            return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _compare_peak(self) -> None:
         total = self._held.total()
@@ -163,92 +158,6 @@ class ModuleMeter(Meter):
 
 
 @contextlib.contextmanager
-def fake_group(rank: int, ranks: int) -> Iterator[None]:
-    """A process group of this process alone that says it is `rank` of `ranks`.
-
-    RuntimeError where a group exists already, and where torch has no such thing.
-    """
-    if dist.is_initialized():
-        raise RuntimeError("A dry run makes a process group of its own: start it outside of ranks.")
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError:
-        raise RuntimeError(_lacks("a fake process group")) from None
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _fakes() -> Any:
-    try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError:
-        raise RuntimeError(_lacks("tensors without memory")) from None
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextlib.contextmanager
-def _nowhere() -> Iterator[None]:
-    """New tensors lie on the meta device, and attend with the kernel that a CPU has for it.
-
-    Left to itself torch would take attention apart there, and keep what no CPU keeps. First
-    weights are not drawn, as there is nothing to draw them into.
-    """
-    attend = F.scaled_dot_product_attention
-    kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if kernel is None:
-        raise RuntimeError(_lacks("kernel of a CPU for attention"))
-
-    def attend_as_a_cpu(
-        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool = False
-    ) -> Tensor:
-        if any(each.stride(-1) != 1 for each in (query, key, value)):  # it takes no such tensor
-            return attend(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
-        return kernel(query, key, value, is_causal=is_causal)[0]
-
-    draws = {name: draw for name, draw in vars(nn.init).items() if name[0] != "_" == name[-1]}
-    F.scaled_dot_product_attention = attend_as_a_cpu  # type: ignore[assignment]
-    vars(nn.init).update(dict.fromkeys(draws, lambda tensor, *_, **__: tensor))
-    try:
-        with torch.device("meta"), _compiler_unloaded():
-            yield
-    finally:
-        F.scaled_dot_product_attention = attend
-        vars(nn.init).update(draws)
-
-
-@contextlib.contextmanager
-def _compiler_unloaded() -> Iterator[None]:
-    """Spares the load of torch's compiler, if it is not there yet: that takes longer than a run.
-
-    Many of torch's functions ask it, at their first call, not to compile them, and ask for nothing
-    else. Here they are answered without it; whoever asks for more gets the compiler itself.
-    """
-    name, answered = "torch._dynamo", []
-    stand_in = ModuleType(name)
-
-    def disable(function: Any, *_: Any, **__: Any) -> Any:
-        answered.append(function)
-        return function
-
-    def load(attribute: str) -> Any:
-        sys.modules.pop(name, None)
-        return getattr(importlib.import_module(name), attribute)
-
-    vars(stand_in).update(disable=disable, __getattr__=load)
-    sys.modules.setdefault(name, stand_in)
-    try:
-        yield
-    finally:
-        if sys.modules.get(name) is stand_in:
-            del sys.modules[name]
-        for function in answered:  # asks again in the next call
-            vars(function).pop("__dynamo_disable", None)
-
-
-@contextlib.contextmanager
 def _collecting_what_is_new() -> Iterator[None]:
     """The garbage collector leaves alone what lives already: torch's half a million objects."""
     gc.freeze()
@@ -256,13 +165,6 @@ def _collecting_what_is_new() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _lacks(what: str) -> str:
-    return (
-        f"torch {torch.__version__} has no {what} where this command looks for it: use torch "
-        "2.13 for dry runs. All else in the course runs."
-    )
 
 
 def dry_count(job: DryJob) -> DryCount:
@@ -278,8 +180,8 @@ def dry_count(job: DryJob) -> DryCount:
             f"{job.tokens:,} tokens are more than {job.model.name} looks back on: give at most "
             f"{job.model.context:,}."
         )
-    fakes = _fakes() if job.peer else None  # one mode, entered twice
-    with fakes or _nowhere():
+    fakes = fake_tensors() if job.peer else None  # one mode, entered twice
+    with fakes or nowhere():
         model = Decoder(job.model, job.recompute)
         params, shapes = num_parameters(model), [tuple(p.shape) for p in model.parameters()]
     if params < job.ranks:
@@ -289,7 +191,7 @@ def dry_count(job: DryJob) -> DryCount:
             from torch.distributed.device_mesh import init_device_mesh
 
             mesh = init_device_mesh("cpu", (job.ranks,))  # its list of ranks has memory
-        with fakes or _nowhere():
+        with fakes or nowhere():
             if job.peer:  # made unwatched: fully_shard cuts each parameter in N pieces to keep one
                 engine: Any = fsdp2(model, reshard=DRY_PEERS[job.peer], mesh=mesh)
             with ModuleMeter() as meter, hear_resizes(meter):

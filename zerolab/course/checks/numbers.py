@@ -111,7 +111,7 @@ def expect_bytes(
     if math.isclose(value, right, rel_tol=0.02) or two_digits(value, right):
         raise Wrong(f"{what}: {_show(value)} is near.", COARSE)
     much = "too much" if value > right else "too little"
-    raise Wrong(f"{what}: {_show(value)} is {much}.", "Write the sum down part by part.")
+    raise Wrong(f"{what}: {_show(value)} is {much}.", "Write down each part of it, with its unit.")
 
 
 def two_digits(value: float, right: float) -> bool:
@@ -130,4 +130,6 @@ def _recognise(value: float, slips: list[Slip], difference: str) -> None:
 
 
 def _show(value: float) -> str:
-    return f"{value / 1e9:,.4g} GB" if value >= 1e6 else f"{value:,.6g} bytes"
+    if value < 1e6:
+        return f"{value:,.6g} bytes"
+    return f"{value / 1e6:,.4g} MB" if value < 1e9 else f"{value / 1e9:,.4g} GB"
