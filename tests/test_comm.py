@@ -5,6 +5,7 @@ import torch
 
 from zerolab.practice.comm import Comm, sum_in_rank_order
 from zerolab.practice.meter import Meter, loopback_bytes
+from zerolab.practice.sharding import shard_of
 
 WORLDS = [1, 2, 3, 4]
 
@@ -90,6 +91,24 @@ def test_sums_are_rounded_once_and_in_rank_order():
     one = torch.tensor([1.0])
     assert sum_in_rank_order([big, one, one]).item() == 2.0**24  # 1 is lost twice
     assert sum_in_rank_order([one, one, big]).item() == 2.0**24 + 2  # first the small ones
+
+
+def two_all_reduces():
+    comm = Comm()
+    fulls = [torch.arange(4.0) + comm.rank, torch.ones(8)]
+    with Meter() as meter:
+        arrivals = comm.start_all_reduce(fulls)
+        own = shard_of(fulls[0], comm.world_size, comm.rank).tolist()
+        for arrived in arrivals:
+            arrived()
+    return own, [full.tolist() for full in fulls], meter.sent_bytes()
+
+
+def test_an_all_reduce_of_several_has_the_own_parts_first(world_of):
+    for rank, (own, fulls, sent) in enumerate(world_of(4).run(two_all_reduces)):
+        assert own == [4.0 * rank + 6]
+        assert fulls == [[6.0, 10.0, 14.0, 18.0], [4.0] * 8]
+        assert sent["all_reduce"] == sent["total"] == 2 * 3 * 4 * (1 + 2)
 
 
 def wrong_length():

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from zerolab.practice.sharding import (
     flatten,
+    halves,
     join,
     padded_numel,
     shard_numel,
@@ -32,6 +33,19 @@ def test_every_element_has_exactly_one_owner(numel, world_size):
 def test_shards_are_equally_long_and_padding_is_less_than_one_element_a_rank(numel, world_size):
     assert shard_numel(numel, world_size) * world_size == padded_numel(numel, world_size)
     assert 0 <= padded_numel(numel, world_size) - numel < world_size
+
+
+@given(sizes, worlds)
+def test_halves_are_cut_where_shards_stay_whole_vectors(numel, world_size):
+    padded = padded_numel(numel, world_size)
+    first, *second = halves(padded, world_size)
+    cuts = [first.start, *(part.stop for part in (first, *second))]
+    assert cuts == sorted({0, first.stop, padded}) or numel == 0
+    assert [part.start for part in second] == cuts[1:-1] and len(second) <= 1
+    assert all(cut % world_size == 0 for cut in cuts)
+    if second:
+        assert first.stop % (64 * world_size) == 0
+        assert second[0].stop - second[0].start <= first.stop
 
 
 @given(st.integers(1, 300), st.integers(1, 9))

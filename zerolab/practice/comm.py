@@ -103,10 +103,23 @@ class Comm:
                 f"{full.numel()} elements are no multiple of {self.world_size} ranks: is this one "
                 "rank's shard? A whole tensor is padded first."
             )
+        for arrived in self.start_all_reduce([full]):
+            arrived()
+
+    def start_all_reduce(self, fulls: list[Tensor]) -> list[Finish]:
+        """Begins to all-reduce each tensor, and adds one up while the next is on its way.
+
+        When it returns, this rank's part of each is the sum; a call of what it returns for a tensor
+        waits for the sums of the others.
+        """
+        shards = [shard_of(full, self.world_size, self.rank) for full in fulls]
+        gathers = []
         with sending_as("all_reduce"):
-            shard = shard_of(full, self.world_size, self.rank)
-            self.reduce_scatter(shard, full)
-            self.all_gather(full, shard)
+            begun = [self.start_reduce_scatter(*both) for both in zip(shards, fulls, strict=True)]
+            for arrived, full, shard in zip(begun, fulls, shards, strict=True):
+                arrived()
+                gathers.append(self.start_all_gather(full, shard))
+        return gathers
 
     def control_sum(self, value: Tensor) -> Tensor:
         """The sum over ranks, in rank order, of a few numbers (n,), booked as control."""

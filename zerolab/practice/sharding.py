@@ -55,6 +55,16 @@ def shard_of(flat: Tensor, world_size: int, rank: int) -> Tensor:
     return flat[rank * length : (rank + 1) * length]
 
 
+def halves(numel: int, world_size: int, lanes: int = 64) -> list[slice]:
+    """Two slices of a padded flat buffer, each a multiple of world_size: (0, h), (h, numel).
+
+    Shards of the first half are whole vectors of `lanes` elements, as are those of the second if
+    numel allows. A buffer too short for two has one slice.
+    """
+    half = padded_numel(-(-numel // 2), world_size * lanes)
+    return [slice(0, half), slice(half, numel)] if half < numel else [slice(0, numel)]
+
+
 def join(shards: Sequence[Tensor], numel: int) -> Tensor:
     """The unsharded flat tensor again, padding cut off: the inverse of shard_of on every rank."""
     return torch.cat(list(shards))[:numel]
