@@ -33,19 +33,6 @@ def test_sliced_adamw_has_the_bits_of_whole_adamw(shards):
     assert torch.equal(torch.cat(parts), weights_after(start, grads))
 
 
-@pytest.mark.parametrize("cut", [0, 1, 64, 500, 1000])
-def test_an_update_in_parts_is_one_step_of_the_whole(cut):
-    numel = 1001
-    torch.manual_seed(0)
-    start, grads = torch.randn(numel), gradients(numel)
-    adamw = AdamW(start.clone(), OPTIONS)
-    for grad in grads:
-        for part in (slice(0, cut), slice(cut, numel)):
-            adamw.update(grad[part].clone(), 0.5, part)
-    assert adamw.steps == len(grads)
-    assert torch.equal(adamw.master, weights_after(start, grads))
-
-
 def test_it_is_torch_optim_adamw():
     torch.manual_seed(0)
     start, grads = torch.randn(130), gradients(130)

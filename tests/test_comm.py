@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from zerolab.practice.comm import Comm, sum_in_rank_order
+from zerolab.practice.comm import LONG, Comm, sum_in_rank_order
 from zerolab.practice.meter import Meter, loopback_bytes
-from zerolab.practice.sharding import shard_of
 
 WORLDS = [1, 2, 3, 4]
 
@@ -93,22 +92,22 @@ def test_sums_are_rounded_once_and_in_rank_order():
     assert sum_in_rank_order([one, one, big]).item() == 2.0**24 + 2  # first the small ones
 
 
-def two_all_reduces():
+def long_all_reduce(dtype):
     comm = Comm()
-    fulls = [torch.arange(4.0) + comm.rank, torch.ones(8)]
+    everyone = [torch.randn(600_006, generator=torch.manual_seed(rank)).to(dtype)
+                for rank in range(comm.world_size)]  # fmt: skip
+    full = everyone[comm.rank].clone()
     with Meter() as meter:
-        arrivals = comm.start_all_reduce(fulls)
-        own = shard_of(fulls[0], comm.world_size, comm.rank).tolist()
-        for arrived in arrivals:
-            arrived()
-    return own, [full.tolist() for full in fulls], meter.sent_bytes()
+        comm.all_reduce(full)
+    wanted = sum_in_rank_order(everyone).to(dtype)
+    return torch.equal(full, wanted), full.nbytes > LONG, meter.sent_bytes()["all_reduce"]
 
 
-def test_an_all_reduce_of_several_has_the_own_parts_first(world_of):
-    for rank, (own, fulls, sent) in enumerate(world_of(4).run(two_all_reduces)):
-        assert own == [4.0 * rank + 6]
-        assert fulls == [[6.0, 10.0, 14.0, 18.0], [4.0] * 8]
-        assert sent["all_reduce"] == sent["total"] == 2 * 3 * 4 * (1 + 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_halves_have_the_bits_and_the_bytes_of_the_whole(world_of, size, dtype):
+    sent = 2 * (size - 1) * 600_006 // size * dtype.itemsize
+    assert world_of(size).run(long_all_reduce, dtype) == [(True, True, sent)] * size
 
 
 def wrong_length():

@@ -64,23 +64,20 @@ class AdamW:
         self.options, self.steps = options or AdamWOptions(), 0
 
     @torch.no_grad()
-    def update(self, grad_shard: Tensor, scale: float, part: slice = slice(None)) -> None:
+    def update(self, grad_shard: Tensor, scale: float) -> None:
         """One step with the gradient `scale * grad_shard` (shard_numel,), converted to fp32.
 
-        An fp32 `grad_shard` is not copied, and is scaled in place. With `part` it is the gradient
-        of those elements alone; the part with the last of them ends the step. ValueError for
-        another length.
+        An fp32 `grad_shard` is not copied, and is scaled in place. ValueError for another length.
         """
-        master, momentum, variance = (t[part] for t in (self.master, self.momentum, self.variance))
-        if grad_shard.numel() != master.numel():
+        if grad_shard.numel() != self.master.numel():
             raise ValueError(
-                f"{grad_shard.numel():,} gradients for {master.numel():,} weights: the update "
+                f"{grad_shard.numel():,} gradients for {self.master.numel():,} weights: the update "
                 "of a shard takes the gradients of that shard."
             )
         grad = grad_shard.float()
         if grad is not grad_shard:
             label(grad, "temporary")
-        tensors = [master, grad, momentum, variance]
+        tensors = [self.master, grad, self.momentum, self.variance]
         whole = grad.numel() - grad.numel() % LANES
         self._fused([t[:whole] for t in tensors], scale)
         if whole < grad.numel():
@@ -89,7 +86,7 @@ class AdamW:
             self._fused(padded, scale)
             for tail, updated in zip(tails, padded, strict=True):
                 tail.copy_(updated[: tail.numel()])
-        self.steps += part.stop in (None, self.master.numel())
+        self.steps += 1
 
     def _fused(self, tensors: list[Tensor], scale: float) -> None:
         master, grad, momentum, variance = ([t] for t in tensors)

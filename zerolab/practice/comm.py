@@ -21,7 +21,10 @@ from torch.distributed import P2POp, irecv, isend
 
 from zerolab.practice import toy
 from zerolab.practice.meter import label, sending_as
-from zerolab.practice.sharding import shard_of
+from zerolab.practice.sharding import halves, shard_of
+
+LONG = 2**20
+"""Bytes of a tensor that is worth two messages to each rank in place of one."""
 
 Finish = Callable[[], None]
 
@@ -95,31 +98,27 @@ class Comm:
     def all_reduce(self, full: Tensor) -> None:
         """Replaces `full` by its sum over ranks, on each: a reduce-scatter, then an all-gather.
 
-        Sends 2(N-1)/N of full's bytes, as the ring all-reduce does. ValueError for a length that
-        the ranks do not divide.
+        Sends 2(N-1)/N of full's bytes, as the ring all-reduce does. More than LONG bytes go in two
+        halves, one of which is added up while the other is on its way. ValueError for a length
+        that the ranks do not divide.
         """
-        if full.numel() % self.world_size:
+        n, parts = self.world_size, [full]
+        if full.numel() % n:
             raise ValueError(
-                f"{full.numel()} elements are no multiple of {self.world_size} ranks: is this one "
-                "rank's shard? A whole tensor is padded first."
+                f"{full.numel()} elements are no multiple of {n} ranks: is this one rank's shard? "
+                "A whole tensor is padded first."
             )
-        for arrived in self.start_all_reduce([full]):
-            arrived()
-
-    def start_all_reduce(self, fulls: list[Tensor]) -> list[Finish]:
-        """Begins to all-reduce each tensor, and adds one up while the next is on its way.
-
-        When it returns, this rank's part of each is the sum; a call of what it returns for a tensor
-        waits for the sums of the others.
-        """
-        shards = [shard_of(full, self.world_size, self.rank) for full in fulls]
-        gathers = []
+        if full.nbytes > LONG:
+            parts = [full[half] for half in halves(full.numel(), n)]
+        shards = [shard_of(part, n, self.rank) for part in parts]
         with sending_as("all_reduce"):
-            begun = [self.start_reduce_scatter(*both) for both in zip(shards, fulls, strict=True)]
-            for arrived, full, shard in zip(begun, fulls, shards, strict=True):
-                arrived()
-                gathers.append(self.start_all_gather(full, shard))
-        return gathers
+            sums = [self.start_reduce_scatter(*both) for both in zip(shards, parts, strict=True)]
+            gathers = []
+            for summed, part, shard in zip(sums, parts, shards, strict=True):
+                summed()
+                gathers.append(self.start_all_gather(part, shard))
+            for gathered in gathers:
+                gathered()
 
     def control_sum(self, value: Tensor) -> Tensor:
         """The sum over ranks, in rank order, of a few numbers (n,), booked as control."""

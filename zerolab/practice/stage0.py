@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from zerolab.practice.adamw import AdamWOptions
 from zerolab.practice.comm import Comm
-from zerolab.practice.guards import GradientOverflow, StepError, one_pass
+from zerolab.practice.guards import one_pass
 from zerolab.practice.norm import clip_scale
 from zerolab.practice.precision import precision_of
-from zerolab.practice.sharding import halves, shard_of
+from zerolab.practice.sharding import shard_of
 from zerolab.practice.unit import all_units, make_units
 
 
@@ -45,25 +45,14 @@ class Stage0:
 
     @torch.no_grad()
     def step(self, max_norm: float | None = None, loss_scale: float | None = None) -> None:
-        """Averages the gradients over ranks and updates all weights, on every rank alike.
-
-        In two halves: while one is on its way, the other is added up or updated.
-        """
-        n, rank = self.comm.world_size, self.comm.rank
+        """Averages the gradients over ranks and updates all weights, on every rank alike."""
         trainable = [unit for unit in self.units if unit.trainable]
-        parts = [(unit, half) for unit in trainable for half in halves(unit.padded, n)]
-        grads = [unit.grads()[half] for unit, half in parts]
-        arrivals = self.comm.start_all_reduce(grads)
-        shards = [shard_of(each, n, rank) for each in grads]
-        try:
-            scale = clip_scale(self.comm, shards, max_norm, loss_scale)
-        except (StepError, GradientOverflow):
-            for arrived in arrivals:  # or they would arrive in the next pass
-                arrived()
-            raise
-        for (unit, half), each, arrived in zip(parts, grads, arrivals, strict=True):
-            arrived()
-            unit.adamw.update(each, scale, half)
         for unit in trainable:
+            self.comm.all_reduce(unit.grads())
+        n, rank = self.comm.world_size, self.comm.rank
+        shards = [shard_of(unit.grads(), n, rank) for unit in trainable]
+        scale = clip_scale(self.comm, shards, max_norm, loss_scale)
+        for unit in trainable:
+            unit.adamw.update(unit.grads(), scale)
             unit.param_shard.copy_(unit.adamw.master)
             unit.forget_grads()
