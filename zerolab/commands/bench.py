@@ -20,9 +20,9 @@ def add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="time the stages beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
-        description="Every engine trains the same model on the same data in interleaved rounds; a "
-        "ratio below 1 means that the stage is faster than its peer. CPU seconds are disturbed "
-        "less by other programs than wall time.",
+        description="Every engine trains the same model on the same data in interleaved rounds, in "
+        "two heats, the second in reverse order; a ratio below 1 means that the stage is faster "
+        "than its peer. CPU seconds are disturbed less by other programs than wall time.",
     )
     bench.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     bench.add_argument("--rounds", type=int, default=7, help="steps of each engine (default 7)")

@@ -10,6 +10,7 @@ no engine can save, and our stages on gloo's own collectives, whose reduce-scatt
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,6 +188,7 @@ def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
                 if not heat:
                     losses[name] = loss
         del steps
+        gc.collect()  # what an engine keeps in cycles is not the next heat's burden
     timings = {}
     for name, rows in spent.items():
         wall_s, cpu_s, threads_s, optimizer_s = (list(column) for column in zip(*rows, strict=True))
