@@ -380,6 +380,18 @@ def wait_in_sleep():
     time.sleep(1e6)
 
 
+def wait_while_something_dies():
+    class Slow:
+        def __del__(self):  # where Python says what was raised, and goes on
+            until = time.monotonic() + 2
+            while time.monotonic() < until:
+                pass
+
+    Slow()
+    while True:
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def stop_when(path):
     """Press Stop as soon as a file is there."""
@@ -396,8 +408,10 @@ def stop_when(path):
     thread.join()
 
 
-@pytest.mark.parametrize("wait", [wait_in_collective, wait_in_loop, wait_in_sleep])
-def test_stop_ends_the_call_and_keeps_ranks_and_variables(world, wait, tmp_path):
+@pytest.mark.parametrize(
+    "wait", [wait_in_collective, wait_in_loop, wait_in_sleep, wait_while_something_dies]
+)
+def test_stop_ends_the_call_and_keeps_ranks_and_variables(world, wait, tmp_path, capsys):
     before = pids(world)
     world.run(keep, 7)
 
@@ -413,6 +427,7 @@ def test_stop_ends_the_call_and_keeps_ranks_and_variables(world, wait, tmp_path)
         world.run(mark_and_wait)
     shown = "\n".join(caught.value._render_traceback_())
     assert wait.__name__ in shown and "restarted" not in shown
+    assert "ignored" not in "".join(capsys.readouterr())
     assert world.inspect("kept") == [7, 7, 7]
     assert still_works(world, before)
 

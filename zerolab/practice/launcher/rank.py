@@ -205,6 +205,7 @@ class Rank:
         self.calling = False  # the main thread runs the learner's code
         self.began_ns = time.time_ns()  # the last command
         self.cancelled = 0  # the last command that Stop was pressed for; it may not have begun
+        self.stop: KeyboardInterrupt | None = None  # the last
 
     def serve(self) -> NoReturn:
         """Answer one command after the other until the notebook closes the pipe."""
@@ -266,7 +267,16 @@ class Rank:
         """Stop the learner's code, once in a call, and nothing else; SIGINT from the watchdog."""
         if self.calling:
             self.calling = False
-            raise KeyboardInterrupt
+            self.stop = KeyboardInterrupt()
+            raise self.stop
+
+    def on_unraisable(self, lost: Any) -> None:
+        """Stop again, in a moment: a stop that meets an object as it is finalized is lost there."""
+        if lost.exc_value is None or lost.exc_value is not self.stop:
+            sys.__unraisablehook__(lost)
+            return
+        self.calling = True
+        threading.Timer(0.01, system.interrupt_main_thread).start()
 
     def watch(self) -> None:
         """Be the watchdog: answer while the main thread is busy, and end with the notebook."""
@@ -324,5 +334,6 @@ def main(setup: Setup, pipes: Pipes) -> NoReturn:
     toy.here = setup.toy
     this = Rank(setup, pipes)
     signal.signal(signal.SIGINT, this.on_stop)
+    sys.unraisablehook = this.on_unraisable
     threading.Thread(target=this.watch, daemon=True).start()
     this.serve()
