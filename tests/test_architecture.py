@@ -37,10 +37,11 @@ LINE_BUDGETS = {
     # lines are what Windows lacks (system.py), two hundred what a machine that many share asks for:
     # its limits named before they strike, and nothing left of a killed kernel (host.py); twenty are
     # what bad input asked for: a stack without end, a loopback that is off, a launcher's World that
-    # is to be emulated; sixty say for whom a launcher's rank waits, and have one of them tell
+    # is to be emulated; sixty say for whom a launcher's rank waits, and have one of them tell;
+    # twelve repeat a stop that was lost
     "launcher": (
         [PACKAGE / "practice" / "world.py", *(p for p in FILES if p.parent.name == "launcher")],
-        1900,
+        1915,
     ),
     # tiers below the device, files that survive what may befall them, and their rates
     "offload": ([PACKAGE / "practice" / f"{name}.py" for name in OFFLOAD], 1280),
