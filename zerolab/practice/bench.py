@@ -181,12 +181,14 @@ def race(rounds: int, config: GPTConfig = MODEL) -> dict[str, Timing]:
                 steps[name](*_batch(at))
             if not heat:
                 counted[name] = _count(steps[name], _batch(2))
-        for at in range(3, 3 + num_rounds):
-            for name in order:
-                row, loss = _timed(steps[name], _batch(at), watch)
-                spent[name].append(row)
-                if not heat:
-                    losses[name] = loss
+        with watch.on_torch_optimizers():
+            for at in range(3, 3 + num_rounds):
+                batch = _batch(at)
+                for name in order:
+                    row, loss = _timed(steps[name], batch, watch)
+                    spent[name].append(row)
+                    if not heat:
+                        losses[name] = loss.item()
         del steps
         gc.collect()  # what an engine keeps in cycles is not the next heat's burden
     timings = {}
@@ -206,17 +208,16 @@ def _batch(at: int) -> Sequence[Tensor]:
 
 def _timed(
     step: RaceStep, batch: Sequence[Tensor], watch: Stopwatch
-) -> tuple[tuple[float, ...], float]:
+) -> tuple[tuple[float, ...], Tensor]:
     """Seconds of a step (wall; CPU of the process, of gloo, of AdamW) and its loss."""
-    with watch.on_torch_optimizers():
-        dist.barrier()
-        watch.seconds, wall = 0.0, time.perf_counter()
-        process, thread = time.process_time(), time.thread_time()
-        loss = step(*batch)
-        process, thread = time.process_time() - process, time.thread_time() - thread
-        dist.barrier()
-        wall = time.perf_counter() - wall
-    return (wall, process, process - thread, watch.seconds), loss.item()
+    dist.barrier()
+    watch.seconds, wall = 0.0, time.perf_counter()
+    process, thread = time.process_time(), time.thread_time()
+    loss = step(*batch)
+    process, thread = time.process_time() - process, time.thread_time() - thread
+    dist.barrier()
+    wall = time.perf_counter() - wall
+    return (wall, process, process - thread, watch.seconds), loss
 
 
 def _count(step: RaceStep, batch: Sequence[Tensor]) -> tuple[int, int, int | None]:
