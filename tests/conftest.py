@@ -13,6 +13,8 @@ from hypothesis import settings
 from zerolab.practice.launcher import launch
 
 os.environ.setdefault("MPLBACKEND", "agg")
+# A test whose answer is right waits for no limit; one that hangs is told a little later.
+os.environ.setdefault("ZEROLAB_PATIENCE", "3")
 # Several processes test at once: one that waited for a second core would wait for another test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline, as machines are shared; the same examples each time, so that red stays red.

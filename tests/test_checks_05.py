@@ -1,5 +1,7 @@
 """The checks of lesson 05, run on real ranks: stub, solution, and near misses with their words."""
 
+import gc
+import os
 import re
 
 import pytest
@@ -403,6 +405,47 @@ def test_an_answer_that_exits_or_never_ends_gets_a_verdict(monkeypatch):
 
     expect("05.2", lambda *_: exit(3), 0, "SystemExit")
     expect("05.2", for_ever, 0, "did not end")
+
+
+def test_a_check_that_collects_garbage_looks_at_the_answer_s_alone():
+    """A search through all of torch's objects, seven times, took as long as the answer may."""
+    set_aside = []
+
+    def looks(start, world_size, rank):
+        set_aside.append(gc.get_freeze_count())
+        return own_states(start, world_size, rank)
+
+    gc.unfreeze()
+    try:
+        expect("05.3", looks, 2)
+        left = gc.get_freeze_count()
+    finally:
+        gc.freeze()
+    assert min(set_aside) > 100_000 and left == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "load", "times"),
+    [("", 0.0, 1), ("1", 0.0, 1), ("2.5", 0.0, 2.5), ("0", 0.0, 1), ("2", 6.0, 6), ("1", 99.0, 8)],
+)
+def test_answers_have_more_time_where_the_machine_is_busy_or_nobody_waits(
+    monkeypatch, given, load, times
+):
+    from zerolab.course import kept
+
+    monkeypatch.setenv(kept.PATIENCE, given or "1")
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert kept.patience() == times
+    assert kept.limit_s() == times * kept.TIMEOUT_S
+
+
+def test_a_patience_that_is_no_number_is_said(monkeypatch):
+    from zerolab.course import kept
+
+    monkeypatch.setenv(kept.PATIENCE, "long")
+    with pytest.warns(UserWarning, match="ZEROLAB_PATIENCE is not a number: 'long'"):
+        kept.patience()
 
 
 def test_the_start_of_the_ranks_is_not_the_answer_s_time(monkeypatch):

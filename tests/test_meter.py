@@ -1,10 +1,13 @@
 """The meter counts storages, finds what nobody told it of, and forgets what is freed."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from zerolab import RankError
-from zerolab.practice.meter import Meter, label, steady
+from zerolab.practice.meter import Meter, label, steady, young_garbage
 
 
 def test_a_view_adds_nothing_and_keeps_the_whole_storage():
@@ -160,6 +163,30 @@ def test_a_call_that_was_torn_off_leaves_no_mode_and_no_no_grad_to_the_next(worl
     with pytest.raises(RankError, match="on purpose"):
         world_of(2).run(leaves_things_on)
     assert world_of(2).run(what_is_on) == [(True, 0)] * 2
+
+
+def test_garbage_is_sought_among_what_came_since_and_what_was_set_aside_stays_so():
+    class Ring:
+        def __init__(self):
+            self.ring = self
+
+    set_aside = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        old = weakref.ref(Ring())
+        with young_garbage():
+            young = weakref.ref(Ring())
+            gc.collect()
+            assert (old() is None, young() is None) == (False, True)
+        gc.collect()
+        assert old() is None and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    assert set_aside and before
+    with young_garbage():
+        assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() == before
 
 
 def test_a_count_is_steady_once_it_stays(monkeypatch):

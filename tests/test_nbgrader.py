@@ -79,7 +79,7 @@ def graded(course):
     notebook = nbformat.read(path, 4)
     marked(notebook)["check-05-4"].source = "4"
     nbformat.write(notebook, path)
-    nbgrader(course, "autograde", NAME, "--Execute.timeout=60")
+    nbgrader(course, "autograde", NAME)
     nbgrader(course, "generate_feedback", NAME)
     with Gradebook(f"sqlite:///{course / 'gradebook.db'}") as book:
         return {
@@ -174,12 +174,14 @@ def test_a_check_cell_is_worth_the_number_that_it_shows(outputs, expected):
     assert graded_cell(*outputs) == expected
 
 
-def test_personal_numbers_are_those_of_the_student_s_id(monkeypatch):
+def test_personal_numbers_are_those_of_the_student_s_id_and_verdicts_take_their_time(monkeypatch):
     monkeypatch.setenv("ZEROLAB_LEARNER", "nobody")
     monkeypatch.setenv("ZEROLAB_PROGRESS", "here.json")
+    monkeypatch.delenv("ZEROLAB_PATIENCE")
     ForLearner().preprocess(None, {"nbgrader": {"student": "ada"}})
     assert os.environ["ZEROLAB_LEARNER"] == "ada"
     assert os.environ["ZEROLAB_PROGRESS"] == "off"
+    assert float(os.environ["ZEROLAB_PATIENCE"]) > 1
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from zerolab.practice.world import World, start_server
 
 TIMEOUT_S = 4.0  # for what a check runs on ranks
-START_S = 60.0  # for new ranks to come up, on a busy machine: not the answer's time
+START_S = 120.0  # for new ranks to come up, on a busy machine: not the answer's time
 CROWDED = 8.0  # beyond that nobody wants to wait for the verdict
+PATIENCE = "ZEROLAB_PATIENCE"  # in the environment: how many times as long, where nobody waits
 _kept: dict[int, World] = {}
 _used: set[int] = set()
 
 
-def crowd() -> float:
-    """Processes for each core just now, from 1 to CROWDED: a busy machine is not a hang."""
+def patience() -> float:
+    """How many times as long as on a quiet machine an answer may take just now.
+
+    Processes for each core, from 1 to CROWDED: a busy machine is not a hang. And a machine can be
+    slow without being busy, so where nobody waits for a verdict PATIENCE makes it that many times
+    more.
+    """
+    given = os.environ.get(PATIENCE, "1")
     try:
-        return min(CROWDED, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+        times = max(1.0, float(given))
+    except ValueError:
+        warnings.warn(f"{PATIENCE} is not a number: {given!r}. It is taken as 1.", stacklevel=2)
+        times = 1.0
+    try:
+        return times * min(CROWDED, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
     except (AttributeError, OSError):  # Windows, and systems that do not say
-        return 1.0
+        return times
 
 
 def renew() -> None:
@@ -64,4 +77,4 @@ def run(
 
 def limit_s() -> float:
     """Seconds that code may take on ranks, on this machine just now."""
-    return TIMEOUT_S * crowd()
+    return TIMEOUT_S * patience()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolab.course.derive import STUB
+from zerolab.course.kept import PATIENCE
 from zerolab.course.progress import VARIABLE
 from zerolab.course.release import ReleaseError, find_clone
 
@@ -42,11 +43,12 @@ TIMEOUT_S = 120  # for one cell; the checks have shorter limits of their own
 
 class ForLearner(NbGraderPreprocessor):
     """Before the run: personal numbers are those of the student's id, whatever the notebook says,
-    and nobody's progress is written."""
+    nobody's progress is written, and a slow machine costs no points."""
 
     def preprocess(self, nb: Any, resources: Any) -> tuple[Any, Any]:
         os.environ["ZEROLAB_LEARNER"] = resources["nbgrader"]["student"]  # the kernel inherits it
         os.environ[VARIABLE] = "off"
+        os.environ.setdefault(PATIENCE, "3")  # nobody waits for these verdicts
         return nb, resources
 
 

@@ -9,8 +9,6 @@ would hold and what it hands over, from the sizes of the very buffers.
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +19,15 @@ from zerolab.practice.architectures import Architecture, Decoder
 from zerolab.practice.comm import Comm, Finish, sum_in_rank_order
 from zerolab.practice.gpt import num_parameters
 from zerolab.practice.measure import STAGES
-from zerolab.practice.meter import Meter, hear_resizes, label, sending_as, tensors_in, watching
+from zerolab.practice.meter import (
+    Meter,
+    hear_resizes,
+    label,
+    sending_as,
+    tensors_in,
+    watching,
+    young_garbage,
+)
 from zerolab.practice.nowhere import AS_ON_A_CPU, fake_group, fake_tensors, nowhere
 from zerolab.practice.peers import Peer, fsdp2
 from zerolab.practice.sharding import padded_numel, shard_of, shard_range
@@ -157,16 +163,6 @@ class ModuleMeter(Meter):
         self.phase = f"{name}, backward"
 
 
-@contextlib.contextmanager
-def _collecting_what_is_new() -> Iterator[None]:
-    """The garbage collector leaves alone what lives already: torch's half a million objects."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def dry_count(job: DryJob) -> DryCount:
     """Runs the job's step and returns what the meter saw; ValueError for what cannot be run."""
     if job.peer is not None and job.peer not in DRY_PEERS:
@@ -186,7 +182,7 @@ def dry_count(job: DryJob) -> DryCount:
         params, shapes = num_parameters(model), [tuple(p.shape) for p in model.parameters()]
     if params < job.ranks:
         raise ValueError(f"{job.ranks:,} ranks are more than the {params:,} parameters: use fewer.")
-    with fake_group(job.rank, job.ranks), _collecting_what_is_new():
+    with fake_group(job.rank, job.ranks), young_garbage():
         if job.peer:
             from torch.distributed.device_mesh import init_device_mesh
 

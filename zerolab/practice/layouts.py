@@ -22,8 +22,7 @@ from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig
 from zerolab.practice.measure import STAGES
-from zerolab.practice.meter import KINDS, Meter, hear_resizes, steady
-from zerolab.practice.observe import quick_looks
+from zerolab.practice.meter import KINDS, Meter, hear_resizes, steady, young_garbage
 from zerolab.practice.peers import Peer, _adamw, ddp, fsdp2
 
 FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -132,7 +131,7 @@ def watch(
 ) -> Instants:
     """The same for any engine with `backward` and `step`, as `make(model)` returns one."""
     comm = Comm()
-    with warnings.catch_warnings(record=True) as caught, quick_looks():
+    with warnings.catch_warnings(record=True) as caught, young_garbage():
         warnings.simplefilter("always")
         activations = _activations(config, dtype)
         with Calls() as meter, hear_resizes(meter):

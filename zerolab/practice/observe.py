@@ -26,7 +26,7 @@ from zerolab.practice import data
 from zerolab.practice.comm import Comm
 from zerolab.practice.gpt import GPT, GPTConfig, num_parameters
 from zerolab.practice.measure import digest, loopback_at_rest
-from zerolab.practice.meter import Meter, hear_resizes, label, steady
+from zerolab.practice.meter import Meter, hear_resizes, label, steady, young_garbage
 from zerolab.practice.peers import Peer, local, peer_named
 
 MODEL = GPTConfig()
@@ -126,7 +126,7 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
     elif isinstance(make, tuple):
         make = load(*make)
     comm, model = Comm(), GPT(config)
-    with quick_looks():
+    with young_garbage():
         with Witness() as meter, hear_resizes(meter):
             engine = _made(make, model, comm)
             train = _Training(engine, model, comm, meter)
@@ -155,16 +155,6 @@ def observe(make: Make | tuple[str, str] | str, config: GPTConfig = MODEL) -> Se
         wire=None if start is None or end is None else end - start,
         weights=(early, late),
     )
-
-
-@contextlib.contextmanager
-def quick_looks() -> Iterator[None]:
-    """What is there already is no garbage: a collection inside looks only at what came since."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _made(make: Make, model: GPT, comm: Comm) -> Any:

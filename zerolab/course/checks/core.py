@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from zerolab.course.kept import crowd
+from zerolab.course.kept import patience
 from zerolab.course.progress import record
 
 NOT_ATTEMPTED, FAILED, PASSED = "not attempted", "not yet", "passed"
@@ -292,7 +292,7 @@ def _limited() -> Iterator[None]:
         yield
         return
 
-    limit_s = LIMIT_S * crowd()
+    limit_s = LIMIT_S * patience()
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"it did not end within {limit_s:.0f} seconds")

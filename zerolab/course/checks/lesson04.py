@@ -12,7 +12,7 @@ from torch import Tensor
 from zerolab.course.checks.core import Wrong, exercise, type_of
 from zerolab.course.checks.numbers import Slip, expect_bytes
 from zerolab.course.checks.on_ranks import beside
-from zerolab.practice.meter import Meter
+from zerolab.practice.meter import Meter, young_garbage
 
 
 @exercise(
@@ -126,7 +126,7 @@ def make_states(answer: Any) -> None:
 def made_and_held(make: Callable[..., Any], start: Tensor, *args: Any) -> tuple[Any, int]:
     """What `make(start, *args)` returns, and the bytes that are alive when only that is kept."""
     given = [start.clone()]
-    with Meter() as meter:
+    with young_garbage(), Meter() as meter:
         made = make(given.pop(), *args)
         gc.collect()
         held = meter.held()["total"]

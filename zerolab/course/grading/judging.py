@@ -22,7 +22,7 @@ from zerolab.course.grading import codec
 from zerolab.course.grading.channel import Garbled
 from zerolab.course.grading.ranks import Learners
 from zerolab.course.grading.sandbox import PATIENCE, Box, Died, Limits, TooLate
-from zerolab.course.kept import START_S, TIMEOUT_S, crowd
+from zerolab.course.kept import START_S, TIMEOUT_S, patience
 from zerolab.practice.world import RankError, RankTimeout
 
 CELL_S = 15.0  # for one cell of a learner's, of processor time
@@ -116,7 +116,7 @@ class Notebook:
         self._ranks = self._ranks or Box("ranks", self.limits, self.environment)
         request = {"size": size, "ranks": ranks, "fresh": self._fresh}
         self._fresh = False
-        header, back = self._ask(request, blobs, within_s=TRIAL_S * crowd(), box=self._ranks)
+        header, back = self._ask(request, blobs, within_s=TRIAL_S * patience(), box=self._ranks)
         results, start = [], 0
         for text, count in zip(header["value"], header["blobs"], strict=True):
             written, memory = json.loads(text)

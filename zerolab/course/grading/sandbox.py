@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 import zerolab
+from zerolab.course import kept
 from zerolab.course.grading import channel
 from zerolab.course.grading.channel import DEBUG
 
@@ -90,7 +91,7 @@ def _spec(root: str, limits: Limits, command: list[str], more: dict[str, str]) -
         "OMP_NUM_THREADS": "1",
         "ZEROLAB_PROGRESS": "off",
         "ZEROLAB_HOST_NETWORK": "1",  # the sandbox's own loopback is private already
-        **{name: os.environ[name] for name in [DEBUG] if name in os.environ},
+        **{name: os.environ[name] for name in [DEBUG, kept.PATIENCE] if name in os.environ},
         **more,
     }
     return {
