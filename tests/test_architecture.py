@@ -38,10 +38,10 @@ LINE_BUDGETS = {
     # its limits named before they strike, and nothing left of a killed kernel (host.py); twenty are
     # what bad input asked for: a stack without end, a loopback that is off, a launcher's World that
     # is to be emulated; sixty say for whom a launcher's rank waits, and have one of them tell;
-    # twelve repeat a stop that was lost
+    # twelve repeat a stop that was lost; twenty get ranks large pages
     "launcher": (
         [PACKAGE / "practice" / "world.py", *(p for p in FILES if p.parent.name == "launcher")],
-        1915,
+        1935,
     ),
     # tiers below the device, files that survive what may befall them, and their rates
     "offload": ([PACKAGE / "practice" / f"{name}.py" for name in OFFLOAD], 1280),
@@ -50,8 +50,9 @@ LINE_BUDGETS = {
     # so that it is what its name says, and questions that a dry run answers itself; forty say where
     # DeepSpeed keeps what, and what of its traffic is a number and no state; sixty make tensors on
     # no device do as they do on a CPU, sooner than torch's fakes do; thirty spare a dry run
-    # the load of torch's compiler, which took longer than the run
-    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1310),
+    # the load of torch's compiler, which took longer than the run, and thirty a thousand pieces
+    # of each parameter of a peer
+    "witnesses": ([PACKAGE / "practice" / f"{name}.py" for name in WITNESSES], 1325),
     # raised for fp16 with its loss scale, mistakes that are named, the timeline of a step, a race
     # that takes its CPU time and what engines hold apart, checkpoints that a stranger may have made
     # or that lie among other things, models and losses that a stage cannot take; ten wait until a

@@ -11,6 +11,7 @@ from zerolab.practice.comm import Comm
 from zerolab.practice.dry_run import DryJob, dry_count
 from zerolab.practice.gpt import num_parameters
 from zerolab.practice.meter import KINDS
+from zerolab.practice.nowhere import EqualPieces
 from zerolab.theory.catalog import MODELS
 
 GPT = Architecture("small-gpt", 3, 12, 2, 11, 16, tied=True)
@@ -23,6 +24,20 @@ PEERS = pytest.mark.parametrize("peer", ["fsdp2", "fsdp2-no-reshard"])
 
 def small_job(small, ranks, **more):
     return DryJob(small, ranks, **{"tokens": 9, **more})
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (13, 5), (5, 7), (1, 3), (1024, 2), (1025, 2), (9,)])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 12, 1000])
+def test_equal_pieces_of_a_tensor_without_memory_are_one_and_all_have_torch_s_shapes(shape, chunks):
+    for dim in range(len(shape)):
+        whole = torch.empty(shape, device="meta")
+        right = torch.chunk(whole, chunks, dim=dim)
+        with EqualPieces():
+            pieces = torch.chunk(whole, chunks, dim=dim)
+        of = [[(p.shape, p.stride(), p.untyped_storage()._cdata) for p in each]
+              for each in (pieces, right)]  # fmt: skip
+        assert of[0] == of[1]
+        assert len({id(piece) for piece in pieces}) <= 2
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

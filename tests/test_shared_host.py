@@ -326,14 +326,19 @@ def test_a_control_groups_limit_refuses_a_world_with_what_is_free_and_needed(
 
 def test_a_server_that_has_yet_to_load_torch_counts_as_needed(monkeypatch):
     monkeypatch.setattr(host, "free_bytes", lambda: 400_000_000)
-    assert host.room(4, "forkserver", None).fit == (400_000_000 - host.SERVER_BYTES) // 60_000_000
+    assert (
+        host.room(4, "forkserver", None).fit
+        == (400_000_000 - host.SERVER_BYTES) // host.RANK_BYTES["forkserver"]
+    )
     assert host.room(4, "spawn", None).fit == 400_000_000 // host.RANK_BYTES["spawn"]
     with World(1) as world:
         world.run(int)
         from multiprocessing import forkserver
 
         server = forkserver._forkserver._forkserver_pid
-        assert host.room(4, "forkserver", server).fit == 400_000_000 // 60_000_000
+        assert (
+            host.room(4, "forkserver", server).fit == 400_000_000 // host.RANK_BYTES["forkserver"]
+        )
 
 
 def test_a_limit_of_processes_refuses_a_world(control_groups):

@@ -20,7 +20,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from zerolab.practice.launcher import host, launch
+from zerolab.practice.launcher import host, launch, system
 from zerolab.practice.world import RankError, RankTimeout, World
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import pytest
@@ -131,6 +131,47 @@ def world():
     with World(3, timeout=HANG_GUARD_S) as world:
         yield world
         assert still_works(world), "the test left the world unusable"
+
+
+# ---- memory
+
+
+def large_pages_kb():
+    """kB of pages of 2 MiB that this process has, once it holds 64 MB."""
+    import torch
+
+    held = torch.zeros(16_000_000)
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return held.nbytes and sum(int(line.split()[1]) for line in lines if "AnonHuge" in line)
+
+
+def large_pages_are_there():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    allowed = setting.exists() and "[never]" not in setting.read_text()
+    return allowed and os.confstr("CS_GNU_LIBC_VERSION") >= "glibc 2.35"
+
+
+@pytest.mark.skipif(not large_pages_are_there(), reason="this system gives no large pages")
+def test_ranks_get_large_pages_and_the_notebook_s_environment_is_as_before(world):
+    assert "glibc.malloc.hugetlb" not in os.environ.get("GLIBC_TUNABLES", "")
+    assert min(world.run(large_pages_kb)) > 30_000
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=3", "glibc.malloc.check=3:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_who_has_chosen_pages_keeps_them(monkeypatch, before, inside):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if before:
+        monkeypatch.setenv("GLIBC_TUNABLES", before)
+    with system.large_pages():
+        assert os.environ["GLIBC_TUNABLES"] == inside
+    assert os.environ.get("GLIBC_TUNABLES") == before
 
 
 # ---- calls

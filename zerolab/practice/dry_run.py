@@ -28,7 +28,7 @@ from zerolab.practice.meter import (
     watching,
     young_garbage,
 )
-from zerolab.practice.nowhere import AS_ON_A_CPU, fake_group, fake_tensors, nowhere
+from zerolab.practice.nowhere import AS_ON_A_CPU, EqualPieces, fake_group, fake_tensors, nowhere
 from zerolab.practice.peers import Peer, fsdp2
 from zerolab.practice.sharding import padded_numel, shard_of, shard_range
 
@@ -189,7 +189,8 @@ def dry_count(job: DryJob) -> DryCount:
             mesh = init_device_mesh("cpu", (job.ranks,))  # its list of ranks has memory
         with fakes or nowhere():
             if job.peer:  # made unwatched: fully_shard cuts each parameter in N pieces to keep one
-                engine: Any = fsdp2(model, reshard=DRY_PEERS[job.peer], mesh=mesh)
+                with EqualPieces():
+                    engine: Any = fsdp2(model, reshard=DRY_PEERS[job.peer], mesh=mesh)
             with ModuleMeter() as meter, hear_resizes(meter):
                 tracker = None
                 if job.peer:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 def _lacks(what: str) -> str:
@@ -52,6 +53,29 @@ def fake_tensors() -> Any:
     except ImportError:
         raise RuntimeError(_lacks("tensors without memory")) from None
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class EqualPieces(TorchFunctionMode):
+    """`torch.chunk` of a tensor without memory: its equal pieces are one, and the last is another.
+
+    Nothing lies in them that could tell them apart. fully_shard cuts each parameter into as many
+    pieces as there are ranks, and keeps one: that took half of a dry run on a thousand ranks.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if function is not torch.chunk or len(args) != 2 or set(given) - {"dim"}:
+            return function(*args, **given)
+        (whole, chunks), dim = args, given.get("dim", 0)
+        length = whole.shape[dim]
+        size = -(-length // chunks)
+        if length <= 2 * size:
+            return function(*args, **given)
+        number = -(-length // size)
+        last = whole.narrow(dim, (number - 1) * size, length - (number - 1) * size)
+        return (*[whole.narrow(dim, 0, size)] * (number - 1), last)
 
 
 @contextlib.contextmanager

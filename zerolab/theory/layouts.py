@@ -63,8 +63,8 @@ _FP32, _FSDP, _MIXED = "adamw-fp32", "fsdp2-mixed", "adamw-mixed"
 _ROWS = (
     Layout("DDP", 0, 0, _FP32, also="data parallelism"),
     Layout("NO_SHARD", 0, 0, _FSDP, also="close to DDP, deprecated"),
-    Layout("our stage 1", 1, 1, _MIXED, also="held by DeepSpeed stage 1"),
-    Layout("our stage 2", 2, 2, _MIXED, also="held by DeepSpeed stage 2"),
+    Layout("our stage 1", 1, 1, _MIXED, also="divided as by DeepSpeed stage 1"),
+    Layout("our stage 2", 2, 2, _MIXED, also="divided as by DeepSpeed stage 2"),
     Layout("SHARD_GRAD_OP", 3, "shard-grad-op", _FSDP, kept=True, also="called ZeRO-2"),
     Layout("reshard_after_forward=False", 3, "shard-grad-op", _FSDP, kept=True, also="FSDP2"),
     Layout("our stage 3", 3, 3, _MIXED, also="DeepSpeed stage 3"),

@@ -34,7 +34,7 @@ SCHEDULES: dict[int | str, Schedule] = {
     0: Schedule("stage 0", _1, _0, _0, "gradients are summed once, after the last micro-batch"),
     1: Schedule("stage 1", _0, _1, _1, "gradients to their owners once, new parameters back once"),
     2: Schedule("stage 2", _0, A, _1, "gradients leave after every backward; parameters return"),
-    3: Schedule("stage 3", _0, A, 2 * A, "gathered for forward and for backward, each time"),
+    3: Schedule("stage 3", _0, A, 2 * A, "gathered for forward and backward; gradients leave"),
     "ddp-every-backward": Schedule("data parallel without no_sync", A, _0, _0,
                                    "gradients are summed after every backward"),
     "lecture-stage-1": Schedule("stage 1 as the lecture words it", _1, _0, _1,

@@ -43,7 +43,7 @@ QUESTIONS = (
         12: "12 is bytes, with the fp32 copy of the weight; here numbers are asked for.",
     }, "It keeps a running average of the gradient, and one of its square."),
     Question("GB", 1e9, {
-        2**30: "That is a GiB. In this course, and on a GPU's box, G is ten to the ninth.",
+        2**30: "That is a GiB. In this course G is ten to the ninth, as in the papers.",
         1e6: "That is a MB.",
         1024: "That is a KiB: write out all of a GB's bytes.",
         1e12: "That is a TB.",

@@ -160,7 +160,7 @@ def step_time(answer: Any) -> None:
     points=1,
     hints=[
         "Write both times for t tokens and Ψ parameters, and set them equal. What cancels?",
-        "6Ψt / F = 6Ψ(N-1)/N / B, so t = (N-1)/N · F / B.",
+        "With F FLOPs and B bytes a second: 6Ψt / F = 6Ψ(N-1)/N / B, so t = (N-1)/N · F / B.",
     ],
 )
 def hiding_tokens(answer: Any) -> None:
@@ -176,7 +176,7 @@ def hiding_tokens(answer: Any) -> None:
         Slip(8 * right, "That is all ranks together: the question is for each."),
         Slip(7e9 * right, "Ψ stands on both sides and cancels."),
     ]  # fmt: skip
-    expect_number(answer, right, "Tokens per rank and step", slips)
+    expect_number(answer, right, "Tokens per rank", slips)
 
 
 @exercise(

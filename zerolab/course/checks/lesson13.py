@@ -298,7 +298,7 @@ def _why_full(tier: str, places: Mapping[str, str], given: Given) -> str:
     "FULL_SHARD or SHARD_GRAD_OP",
     points=5,
     hints=[
-        "Under FSDP both keep parameters, gradients and optimizer states in shards between steps.",
+        "Under FSDP both hold parameters, gradients and optimizer states in shards after backward.",
         (
             "SHARD_GRAD_OP keeps the gathered 16-bit parameters from forward to the end of "
             "backward: 2Ψ on top. FULL_SHARD has a unit or two at a time: leave them out."
@@ -315,8 +315,9 @@ def two_strategies(answer: Any, given: Given) -> None:
     shards, share = 16 * psi / n, (n - 1) / n
     both = [
         Slip(2 * psi + 14 * psi / n, "That is textbook ZeRO-2, with whole parameters at all times. "
-             "SHARD_GRAD_OP's parameters are in shards between steps."),
+             "SHARD_GRAD_OP's parameters are in shards again after backward."),
         Slip(16 * psi, "That is unsharded, NO_SHARD."),
+        Slip(12 * psi / n, "That is without the gradients' shards, as between two steps."),
     ]  # fmt: skip
     gathers = shards + 2 * psi
     fits = gathers + given.activations_bytes <= GPU_BYTES
@@ -327,7 +328,7 @@ def two_strategies(answer: Any, given: Given) -> None:
     expect_parts(
         answer,
         {
-            "held between steps": (1.0, size(shards, "Held by each rank between steps", both)),
+            "held after backward": (1.0, size(shards, "Held by each rank after backward", both)),
             "peak of SHARD_GRAD_OP": (
                 1.0,
                 size(

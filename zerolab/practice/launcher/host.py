@@ -26,7 +26,7 @@ from zerolab.practice.launcher import private_net, system
 
 GROUPS, MEMBERSHIP = "/sys/fs/cgroup", "/proc/self/cgroup"  # control groups, of both versions
 FOLDER = "ZEROLAB_FOLDER"  # tells the ranks' server which folder goes with it
-RANK_BYTES = {"forkserver": 60_000_000, "spawn": 170_000_000}  # a rank that has trained, measured
+RANK_BYTES = {"forkserver": 67_000_000, "spawn": 170_000_000}  # a rank that has trained, measured
 SERVER_BYTES = 150_000_000  # of the ranks' server once torch is loaded, measured
 RANK_FILES = 8  # open files that a rank costs the notebook
 RANK_TASKS = 8  # a rank's process and its threads: 5, with check=True or a second group 8

@@ -58,8 +58,8 @@ def start_server() -> None:
         from multiprocessing import forkserver
 
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-        with host.sockets_in(host.private_folder()), no_stop():  # the new process keeps it ignored
-            forkserver.ensure_running()
+        with host.sockets_in(host.private_folder()), system.large_pages(), no_stop():
+            forkserver.ensure_running()  # Stop is ignored in the new process, too
 
 
 def make_folder() -> str:

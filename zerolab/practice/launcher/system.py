@@ -17,6 +17,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import connection
 from typing import Any, TextIO
 
@@ -24,6 +25,7 @@ import psutil
 
 KILLED = -9  # exit code, as multiprocessing gives it, of a process ended by force
 PIPES_HAVE_DESCRIPTORS = not hasattr(connection, "PipeConnection")
+TUNABLES = "GLIBC_TUNABLES"  # read when a program starts
 MESSAGE_BYTES = 4000  # a pipe takes as many whole, so Stop never leaves half a message
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h names them
 MOST_WAITED_FOR = 63  # things, by Windows at once
@@ -81,6 +83,25 @@ def keep_freed_memory() -> None:
         set_option = ctypes.CDLL(None).mallopt
         set_option(M_TRIM_THRESHOLD, 64 << 20)
         set_option(M_MMAP_THRESHOLD, 32 << 20)  # what is larger is always returned
+
+
+@contextlib.contextmanager
+def large_pages() -> Iterator[None]:
+    """Have a program that is started inside ask for pages of 2 MiB, if its C library is glibc.
+
+    A flat buffer of many small pages costs the processor a look into their table every 4 KiB: up to
+    a fifth of a step, in our stages more than in peers, whose tensors are shorter. Nothing changes
+    where the variable names such pages already.
+    """
+    before = os.environ.get(TUNABLES)
+    if "glibc.malloc.hugetlb" not in (before or ""):
+        os.environ[TUNABLES] = ":".join(filter(None, [before, "glibc.malloc.hugetlb=1"]))
+    try:
+        yield
+    finally:
+        os.environ.pop(TUNABLES, None)
+        if before is not None:
+            os.environ[TUNABLES] = before
 
 
 def interrupt_main_thread() -> None:
