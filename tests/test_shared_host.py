@@ -319,7 +319,7 @@ def test_a_control_groups_limit_refuses_a_world_with_what_is_free_and_needed(
     with pytest.raises(ValueError) as caught:
         World(4)
     assert str(caught.value) == (
-        "4 ranks do not fit, not even one does: they need about 0.24 GB of memory, and 0.03 GB are "
+        "4 ranks do not fit, not even one does: they need about 0.27 GB of memory, and 0.03 GB are "
         "free; close other worlds or shut down other kernels"
     )
 

@@ -672,7 +672,7 @@ def test_too_many_ranks_are_refused_with_the_number_that_fits(monkeypatch):
     World(1).close()  # the ranks' server has its memory by now
     monkeypatch.setattr(host, "SERVER_BYTES", 0)
     for free, words in (
-        (200_000_000, r"4 ranks do not fit, at most 3 do: they need about 0.24 GB .* 0.20 GB are"),
+        (200_000_000, r"4 ranks do not fit, at most 2 do: they need about 0.27 GB .* 0.20 GB are"),
         (20_000_000, r"4 ranks do not fit, not even one does: .* 0.02 GB are free; close other"),
     ):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
