@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from queue import Empty
 
 import nbformat
 import pytest
@@ -11,9 +13,11 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from zerolab.course.derive import (
     DeriveError,
     cleaned,
+    looking_often,
     main,
     read,
     refuse_local_outputs,
+    run,
     strip_source,
 )
 
@@ -252,3 +256,35 @@ def test_a_cell_that_fails_is_named_and_nothing_is_written(tmp_path, capsys):
     assert "solutions/01_first.ipynb, cell 2 (id boom) failed: ZeroDivisionError" in message
     assert path.read_bytes() == before
     assert not (tmp_path / "lessons").exists()
+
+
+def test_a_reply_that_woke_nobody_is_seen_soon_and_silence_still_ends():
+    asked = []
+
+    async def asleep(timeout):
+        asked.append(timeout)
+        if len(asked) < 3:
+            raise Empty
+        return "the reply"
+
+    async def silent(timeout):
+        await asyncio.sleep(timeout)
+        raise Empty
+
+    assert asyncio.run(looking_often(asleep)(timeout=600)) == "the reply"
+    assert len(asked) == 3 and max(asked) <= 1
+    with pytest.raises(Empty):
+        asyncio.run(looking_often(silent, 0.01)(timeout=0.05))
+
+
+def test_a_notebook_is_run_by_a_client_that_looks_often(monkeypatch, tmp_path):
+    looked = []
+
+    def often(get_msg):
+        looked.append(get_msg)
+        return looking_often(get_msg)
+
+    monkeypatch.setattr("zerolab.course.derive.looking_often", often)
+    source = "from ipywidgets import interact\ninteract(lambda n: print(n), n=(0, 4));"
+    ran = run(new_notebook(cells=[new_code_cell(source)]), tmp_path / "widget.ipynb")
+    assert ran.cells[0].outputs and len(looked) == 1

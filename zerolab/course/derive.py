@@ -18,13 +18,16 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import re
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import nbformat
@@ -50,6 +53,7 @@ LOCAL = {
     "a memory address": re.compile(r"\b0x[0-9a-fA-F]{6,}"),
     "a process id": re.compile(r"\bpid\W{0,2}\d+", re.IGNORECASE),
 }
+GetMsg = Callable[..., Awaitable[Any]]
 
 
 class DeriveError(Exception):
@@ -174,6 +178,34 @@ def refuse_local_outputs(nb: Any, path: Path) -> None:
                         raise DeriveError(f"{where(path, index, cell)} stores {what}: {found[0]}")
 
 
+def looking_often(get_msg: GetMsg, every_s: float = 0.2) -> GetMsg:
+    """As a channel's `get_msg`, and looks again and again whether one is there.
+
+    Widgets that capture output have nbclient send on the channel on which it waits for a cell's
+    reply. A reply that comes in that moment wakes nobody: it would be seen when the time is up.
+    """
+
+    async def get(timeout: float | None = None) -> Any:
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                return await get_msg(timeout=max(0.0, min(every_s, until - time.monotonic())))
+            except Empty:
+                if time.monotonic() >= until:
+                    raise
+
+    return get
+
+
+class Client(NotebookClient):
+    """nbclient's, which misses no reply."""
+
+    async def async_start_new_kernel_client(self) -> Any:
+        client = await super().async_start_new_kernel_client()
+        client.shell_channel.get_msg = looking_often(client.shell_channel.get_msg)
+        return client
+
+
 def run(nb: Any, path: Path, timeout_s: int = 600) -> Any:
     """Run a notebook in its own folder, as JupyterLab would; return it cleaned, with outputs."""
     nb = copy.deepcopy(nb)
@@ -183,7 +215,7 @@ def run(nb: Any, path: Path, timeout_s: int = 600) -> Any:
         nonlocal reached
         reached = cell_index
 
-    client = NotebookClient(
+    client = Client(
         nb,
         timeout=timeout_s,
         kernel_name="python3",
