@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,20 @@ def test_measure_takes_what_a_stage_and_a_step_can_be_told(capsys):
     assert code == 0
     assert measured["sent_bytes"]["measured"]["all_gather"] == 4 * 104_334  # 2 for each of two
     assert measured["control_bytes"] == 8  # the norm's square, to one other rank
+
+
+def test_the_device_that_the_readme_names_is_too_small_without_offload_and_does_with_it(capsys):
+    row = next(
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if "on a toy device that is" in line
+    )
+    command, *_, offload = re.findall(r"`(?:zerolab )?([^`]*)`", row)
+    below, size = re.fullmatch(r"(--offload \S+) --device-memory \"(.*)\"", offload).groups()
+    device = [*command.split(), "--steps", "1", "--device-memory", size]
+    assert main(device) != 0
+    assert "optimizer states" in capsys.readouterr().err
+    assert main([*device, *below.split()]) == 0
 
 
 def test_measure_in_fp16_says_that_the_loss_is_not_scaled(capsys):
