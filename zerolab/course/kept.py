@@ -13,6 +13,7 @@ from zerolab.practice.world import World, start_server
 TIMEOUT_S = 4.0  # for what a check runs on ranks
 START_S = 120.0  # for new ranks to come up, on a busy machine: not the answer's time
 CROWDED = 8.0  # beyond that nobody wants to wait for the verdict
+MOST = 60.0  # and whatever PATIENCE says
 PATIENCE = "ZEROLAB_PATIENCE"  # in the environment: how many times as long, where nobody waits
 _kept: dict[int, World] = {}
 _used: set[int] = set()
@@ -27,7 +28,7 @@ def patience() -> float:
     """
     given = os.environ.get(PATIENCE, "1")
     try:
-        times = max(1.0, float(given))
+        times = min(MOST, max(1.0, float(given)))
     except ValueError:
         warnings.warn(f"{PATIENCE} is not a number: {given!r}. It is taken as 1.", stacklevel=2)
         times = 1.0
