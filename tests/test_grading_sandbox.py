@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from zerolab.course import kept
 from zerolab.course.grading import classroom, sandbox
 from zerolab.course.grading.judging import Clock, Failed, Gone, Notebook
 from zerolab.course.grading.sandbox import Limits
@@ -123,6 +124,12 @@ def test_memory_that_many_processes_share_counts_once(notebook):
     shared = "import os, time\nx = b'1' * (300 * 2**20)\nfor _ in range(4):\n"
     shared += "    if os.fork() == 0:\n        time.sleep(1)\n        os._exit(0)\n"
     notebook.run(shared + "for _ in range(4): os.wait()\ndel x")
+    assert not notebook._cells.killed_for
+
+
+def test_it_waits_as_long_as_the_grader_is_told_to(notebook):
+    name = kept.PATIENCE
+    assert value(notebook, f"__import__('os').environ[{name!r}]") == os.environ[name]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from zerolab.course.checks.functions import ARITHMETIC, without
 from zerolab.course.checks.lesson04 import expect_own_memory, made_and_held
 from zerolab.course.checks.numbers import Slip, expect_bytes
 from zerolab.course.checks.on_ranks import beside
+from zerolab.practice.meter import young_garbage
 from zerolab.practice.sharding import shard_numel, shard_of, shard_range
 
 SIZES = [(12, 4), (10, 4), (9, 4), (104_333, 3), (2, 4), (1, 1), (5, 8), (57, 2)]
@@ -121,6 +122,7 @@ def _why_slice(
         "Take shard_of(...).clone() as the master weights, and zeros_like of it for the moments.",
     ],
 )
+@young_garbage()  # once for all ranks: who looks again inside finds little to set aside
 def own_states(answer: Any) -> None:
     length = 1001
     for world_size, rank in [(n, rank) for n in (4, 3) for rank in range(n)]:
