@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import sys
 from contextlib import ExitStack
 from functools import lru_cache
@@ -10,11 +11,14 @@ import cloudpickle
 import pytest
 from hypothesis import settings
 
+from zerolab.practice import world
 from zerolab.practice.launcher import launch
 
 os.environ.setdefault("MPLBACKEND", "agg")
 # A test whose answer is right waits for no limit; one that hangs is told a little later.
 os.environ.setdefault("ZEROLAB_PATIENCE", "3")
+# Nor for a rank that is there, and merely has no core just now.
+world.LOOK_LIMIT_S, world.STOP_LIMIT_S, world.START_LIMIT_S = 5.0, 10.0, 600.0
 # Several processes test at once: one that waited for a second core would wait for another test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline, as machines are shared; the same examples each time, so that red stays red.
@@ -40,11 +44,19 @@ def world_of():
         yield lru_cache(lambda size: stack.enter_context(World(size, timeout=300)))
 
 
-def pytest_runtest_setup():
-    """Hypothesis leaves a function that runs with each collection of garbage to time it.
+@pytest.fixture
+def every_failure(monkeypatch):
+    """All ranks fail, and none is waited for in vain: the slowest is heard too."""
+    monkeypatch.setattr(world, "GRACE_S", 30.0)
 
-    A Stop that arrived inside would be lost there, and the test that pressed it would wait.
+
+def pytest_runtest_setup(item):
+    """A test draws the same numbers each time, whatever ran before it.
+
+    Hypothesis leaves a function that runs with each collection of garbage to time it: a Stop that
+    arrived inside would be lost there, and the test that pressed it would wait.
     """
+    random.seed(item.nodeid)
     gc.callbacks.clear()
 
 

@@ -32,7 +32,8 @@ def test_the_contract_s_fields_are_there(outcome):
         assert pair["ratio"] > 0 and pair["cpu_ratio"] > 0
 
 
-def test_stages_2_and_3_run_on_gloo_s_own_collectives_too_and_those_send_more(outcome):
+def test_stages_2_and_3_run_on_gloo_s_own_collectives_too_and_those_send_more(outcome, world_of):
+    alone = world_of(2).private_ports  # else others' bytes are among those on the wire
     engines = outcome["engines"]
     for pair in outcome["pairs"]:
         assert (pair["native_ratio"] is not None) == (pair["ours"] in ("stage 2", "stage 3"))
@@ -40,7 +41,7 @@ def test_stages_2_and_3_run_on_gloo_s_own_collectives_too_and_those_send_more(ou
         ours, native = engines[name], engines[f"{name} native"]
         assert ours["loss"] == native["loss"]
         assert ours["sent_bytes_per_parameter"] == native["sent_bytes_per_parameter"]
-        if ours["wire_bytes_per_parameter"]:  # gloo's reduce-scatter sends 2 bytes instead of 1
+        if alone and ours["wire_bytes_per_parameter"]:  # gloo's reduce-scatter sends 2 bytes, not 1
             sent = ours["sent_bytes_per_parameter"]  # packets' headers and acknowledgements add
             assert sent <= ours["wire_bytes_per_parameter"] < sent + 1
             assert sent + 1 <= native["wire_bytes_per_parameter"] < sent + 2
@@ -63,7 +64,8 @@ def test_what_a_pair_adds_to_forward_and_backward_is_the_other_parts_of_both(out
         added = [e["cpu_s"] - e["cpu_parts_s"]["forward_backward"] for e in whole]
         if pair["added_cpu_ratio"] is not None:
             compared += 1
-            assert pair["added_cpu_ratio"] * added[1] == pytest.approx(added[0], abs=1e-3)
+            rounded = 1e-3 + 2e-4 * abs(pair["added_cpu_ratio"]) + 1e-3 * abs(added[1])
+            assert pair["added_cpu_ratio"] * added[1] == pytest.approx(added[0], abs=rounded)
     assert compared
 
 

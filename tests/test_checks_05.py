@@ -397,13 +397,12 @@ def test_the_checks_own_world_is_not_the_notebook_s():
 
 
 def test_an_answer_that_exits_or_never_ends_gets_a_verdict(monkeypatch):
-    monkeypatch.setattr("zerolab.course.checks.core.LIMIT_S", 0.5)
-
     def for_ever(*_):
         while True:
             pass
 
     expect("05.2", lambda *_: exit(3), 0, "SystemExit")
+    monkeypatch.setattr("zerolab.course.checks.core.LIMIT_S", 0.5)
     expect("05.2", for_ever, 0, "did not end")
 
 

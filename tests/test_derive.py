@@ -55,7 +55,7 @@ def exercise_cells():
         new_code_cell("secret = 1", id="secret", metadata={"tags": ["solution-only"]}),
         new_code_cell(
             # alone in its cell, and given time: a child's line takes its own way to the notebook
-            "import subprocess, time\nsubprocess.run(['echo', 'child'])\ntime.sleep(1)",
+            "import subprocess, time\nsubprocess.run(['echo', 'child'])\ntime.sleep(2)",
             id="run",
         ),
     ]

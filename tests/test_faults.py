@@ -8,7 +8,7 @@ from zerolab.course.faults import FAULTS, NORMAL, PATIENTS, Ward, run_fault, see
 
 @pytest.fixture(scope="module")
 def ward():
-    with World(4) as world:
+    with World(4, timeout=300) as world:
         yield Ward(world)
 
 

@@ -92,7 +92,7 @@ def points(*each: float) -> dict[str, float]:
     return {f"check-05-{number}": value for number, value in enumerate(each, 1)}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("student", "expected"),
     [
@@ -106,7 +106,7 @@ def test_a_student_gets_their_points_and_part_of_them_where_due(graded, student,
     assert graded[student] == expected
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_feedback_tells_the_misconception(graded, course):
     page = (course / "feedback" / "half" / NAME / f"{NAME}.html").read_text()
     assert "6Ψ" in page and "A reduce-scatter sends half as much" in page

@@ -22,7 +22,8 @@ OPTIONS = [
 
 # name -> source. Run as JupyterLab would, each of these is stored right, and must pass.
 RIGHT = {
-    "child": "import subprocess\nchild = subprocess.run(['echo', 'from a child'])",
+    "child": "import subprocess\nchild = subprocess.run(['echo', 'from a child'])\n"
+    "import time\ntime.sleep(2)  # its line takes a way of its own",
     "semicolon": "'hidden';",
     "history": "41 + 1",
     "out": "print(Out[3])",

@@ -189,9 +189,9 @@ def trained(offload, steps, folder=None, resume=False, stage=2):
 
 
 def test_a_device_that_refuses_the_states_trains_with_them_on_disk():
-    with World(2) as world:
+    with World(2, timeout=600) as world:
         free = world.run(trained, None, 2)
-    with World(2, device_memory="0.9 MB") as world:
+    with World(2, timeout=600, device_memory="0.9 MB") as world:
         with pytest.raises(RankError, match=r"900,000; at this moment: .*optimizer states"):
             world.run(trained, None, 2)
         for schedule in ("plain", "stream"):
@@ -262,7 +262,7 @@ def steps_again():
 
 @pytest.mark.parametrize(("harm", "words"), [("truncated", "shorter"), ("altered", "altered")])
 def test_a_harmed_file_stops_all_ranks_with_one_sentence(harm, words):
-    with World(2) as world:
+    with World(2, timeout=600) as world:
         lost = rf"rank 1.*optimizer states, record 2 of 4: the file .*{words}.* version 3 is lost"
         with pytest.raises(RankError, match=lost):
             world.run(breaks_in_a_step, harm)
@@ -287,7 +287,7 @@ def left_behind(sizes):
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_last_finished_step():
     job = measure_offload(2, 2, Offload("disk"), steps=1)
-    with World(2) as world:
+    with World(2, timeout=600) as world:
         with pytest.raises(RankError, match="rank 1 was killed"):
             world.run(breaks_in_a_step, "killed")
         sizes = [12 * -(-unit // 2) for unit in GPT_UNITS]
@@ -339,9 +339,9 @@ def peak_of_a_disk_step(offload):
 def test_a_disk_step_holds_two_units_and_less_than_a_tenth_of_the_states():
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this system does not tell a process's peak")
-    with World(1) as world:
+    with World(1, timeout=600) as world:
         in_memory, states, _, _ = world.run(peak_of_a_disk_step, Offload("cpu"))[0]
-    with World(1) as world:
+    with World(1, timeout=600) as world:
         on_disk, _, buffers, cached = world.run(peak_of_a_disk_step, Offload("disk"))[0]
     base = in_memory - states
     assert buffers < states / 10
@@ -429,7 +429,7 @@ def test_two_units_are_read_in_backward_and_once_more_if_they_change_after_it(wo
 
 
 def test_the_files_go_when_the_world_closes():
-    with World(2) as world:
+    with World(2, timeout=600) as world:
         with pytest.raises(RankError):
             world.run(breaks_in_a_step, "altered")
         where = world.run(path_of_the_file)

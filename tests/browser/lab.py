@@ -46,7 +46,7 @@ def lab_address(command: list[str], env: dict[str, str]) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(WAIT_MS / 1000)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -64,6 +64,8 @@ def browser_context(profile: Path) -> Iterator[Any]:
             args=FLAGS,
             viewport={"width": 1200, "height": 900},
         )
+        context.set_default_timeout(WAIT_MS)
+        context.set_default_navigation_timeout(WAIT_MS)
         yield context
         context.close()
 
@@ -115,7 +117,7 @@ class LessonPage:
         else:
             raise AssertionError(f"{self.name}: Run All Cells does nothing")
 
-    def run_all(self, limit_s: float = 240) -> None:
+    def run_all(self, limit_s: float = 800) -> None:
         """Run all cells, wait for the last or an error that stops all."""
         self.start_all()
         done = f"""{CELLS}.every(c => !c.busy) && ({CELLS}.every(c => c.count || !c.source)

@@ -218,6 +218,7 @@ def run(nb: Any, path: Path, timeout_s: int = 600) -> Any:
     client = Client(
         nb,
         timeout=timeout_s,
+        iopub_timeout=60,  # s, not 4: what a cell prints comes late on a busy machine
         kernel_name="python3",
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},

@@ -14,28 +14,27 @@ TIMEOUT_S = 4.0  # for what a check runs on ranks
 START_S = 120.0  # for new ranks to come up, on a busy machine: not the answer's time
 CROWDED = 8.0  # beyond that nobody wants to wait for the verdict
 MOST = 60.0  # and whatever PATIENCE says
-PATIENCE = "ZEROLAB_PATIENCE"  # in the environment: how many times as long, where nobody waits
+PATIENCE = "ZEROLAB_PATIENCE"  # in the environment
 _kept: dict[int, World] = {}
 _used: set[int] = set()
 
 
 def patience() -> float:
-    """How many times as long as on a quiet machine an answer may take just now.
+    """How many times as long an answer may take on this machine just now as on a quiet one."""
+    load = 1.0
+    with contextlib.suppress(AttributeError, OSError):  # Windows, and systems that do not say
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return given_patience() * min(CROWDED, max(1.0, load))
 
-    Processes for each core, from 1 to CROWDED: a busy machine is not a hang. And a machine can be
-    slow without being busy, so where nobody waits for a verdict PATIENCE makes it that many times
-    more.
-    """
+
+def given_patience() -> float:
+    """What PATIENCE says, from 1 to MOST: how many times as long, where nobody waits."""
     given = os.environ.get(PATIENCE, "1")
     try:
-        times = min(MOST, max(1.0, float(given)))
+        return min(MOST, max(1.0, float(given)))
     except ValueError:
         warnings.warn(f"{PATIENCE} is not a number: {given!r}. It is taken as 1.", stacklevel=2)
-        times = 1.0
-    try:
-        return times * min(CROWDED, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
-    except (AttributeError, OSError):  # Windows, and systems that do not say
-        return times
+        return 1.0
 
 
 def renew() -> None:

@@ -37,7 +37,7 @@ from zerolab.practice.toy import Toy
 __all__ = ["Attached", "RankError", "RankTimeout", "World", "start_server"]
 
 START_LIMIT_S = 120.0  # for new ranks to form their group
-GRACE_S = 0.2  # for the other ranks to report errors of their own, after a first one failed
+GRACE_S = 0.2  # for other ranks to report errors of their own, after one that failed by itself
 STOP_LIMIT_S = 3.0  # for a rank to leave what it runs; after that it is restarted
 LOOK_LIMIT_S = 1.0  # for a watchdog to answer
 WAIT_S = 0.2  # for ranks, at a stretch: on Windows Stop does not wake a notebook that waits
@@ -287,7 +287,9 @@ class World:
                     answers[r] = answer
                     waiting.discard(r)
                     if not isinstance(answer, bytes):
-                        until = min(until, time.monotonic() + grace_s)
+                        of_another = isinstance(answer, Failure) and answer.consequence
+                        more_s = STOP_LIMIT_S if of_another else grace_s
+                        until = min(until, time.monotonic() + more_s)
         return answers
 
     def _answer(self, link: launch.Link) -> Outcome | None:

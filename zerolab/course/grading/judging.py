@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -22,7 +22,7 @@ from zerolab.course.grading import codec
 from zerolab.course.grading.channel import Garbled
 from zerolab.course.grading.ranks import Learners
 from zerolab.course.grading.sandbox import PATIENCE, Box, Died, Limits, TooLate
-from zerolab.course.kept import START_S, TIMEOUT_S, patience
+from zerolab.course.kept import START_S, TIMEOUT_S, given_patience, patience
 from zerolab.practice.world import RankError, RankTimeout
 
 CELL_S = 15.0  # for one cell of a learner's, of processor time
@@ -42,7 +42,7 @@ class Gone(Aborted):
 class Clock:
     """Seconds that are left to a notebook, however often it starts; waiting costs a part."""
 
-    left_s: float = NOTEBOOK_S
+    left_s: float = field(default_factory=lambda: NOTEBOOK_S * given_patience())
 
 
 class Notebook:
@@ -149,7 +149,7 @@ class Notebook:
             header, back = asked.ask(request, blobs, min(within_s, self.clock.left_s))
         except TooLate:
             if self.clock.left_s < within_s:
-                raise Gone(f"the notebook used up all its {NOTEBOOK_S:.0f} seconds") from None
+                raise Gone(f"the notebook used up all its {Clock().left_s:.0f} seconds") from None
             limit_s = LIMIT_S if request.get("do") == "call" else within_s
             raise Gone(f"it did not end within {limit_s:.0f} seconds") from None
         except Died as error:

@@ -28,6 +28,7 @@ PIPES_HAVE_DESCRIPTORS = not hasattr(connection, "PipeConnection")
 TUNABLES = "GLIBC_TUNABLES"  # read when a program starts
 MESSAGE_BYTES = 4000  # a pipe takes as many whole, so Stop never leaves half a message
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h names them
+STACK_LIMIT_S = 3.0  # for a process to write its stack; it may wait for a core
 MOST_WAITED_FOR = 63  # things, by Windows at once
 
 
@@ -158,16 +159,19 @@ def printed(pipe: connection.Connection) -> bytes:
 def answer_stack_requests(path: str) -> None:
     """Have faulthandler write the main thread's stack to a file whenever it is requested."""
     if hasattr(faulthandler, "register"):
-        dump = os.open(path, os.O_CREAT | os.O_WRONLY)
+        dump = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False)
 
 
 def request_stack(pid: int, path: str) -> str:
-    """Return the file with the stack that a process was asked for; empty if it cannot tell."""
+    """Return the stack that a process, when asked, adds to the file; empty if it cannot tell."""
+    stack, more, until = "", "", time.monotonic() + STACK_LIMIT_S
     if hasattr(signal, "SIGUSR1"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+            file.seek(0, os.SEEK_END)
             os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.2)
-            with open(path, encoding="utf-8") as file:
-                return file.read()
-    return ""
+            while (more or not stack) and time.monotonic() < until:
+                time.sleep(0.1)
+                more = file.read()
+                stack += more
+    return stack
