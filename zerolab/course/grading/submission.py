@@ -29,6 +29,7 @@ REMARKABLE = {
     "__globals__", "__closure__", "__code__", "__subclasses__", "get_objects", "get_referrers",
     "settrace", "setprofile", "addaudithook", "ctypes", "importlib", "mock", "exec", "eval",
     "__torch_dispatch__", "TorchDispatchMode", "Stage0", "Stage1", "Stage2", "Stage3",
+    "PATIENTS", "run_fault",
 }  # fmt: skip
 
 
