@@ -159,6 +159,30 @@ def test_weights_that_differ_between_ranks_are_refused_on_every_rank(world_of, s
     assert world_of(1).run(wrap, stage, 0) == [("", 0)]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_in_another_order_on_one_rank_are_refused_on_every_rank(world_of, stage):
+    def wrap(stage):
+        import torch
+        import torch.distributed as dist
+
+        from zerolab.practice.comm import Comm
+        from zerolab.practice.measure import STAGES as ENGINES
+
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(width=12, heads=2, layers=2))
+        if dist.get_rank() == 2:
+            first, *blocks, last = model.units()
+            model.units = lambda: [first, *reversed(blocks), last]
+        try:
+            ENGINES[stage](model, Comm())
+        except ValueError as error:
+            return str(error)
+
+    said = world_of(3).run(wrap, stage)
+    assert said[0].startswith("Rank 2's weights differ from rank 0's")
+    assert "units() return its modules in the same order" in said[0] and len(set(said)) == 1
+
+
 def loaded(model):
     model.load_state_dict({})
 

@@ -79,17 +79,19 @@ def told(comm: Comm, numbers: list[float]) -> list[list[float]]:
     return comm.control_sum(table.flatten()).view(table.shape).tolist()
 
 
-def expect_same_weights(model: nn.Module, comm: Comm) -> None:
-    """ValueError, on all ranks alike, where a rank's weights are not rank 0's to the bit."""
+def expect_same_weights(modules: Iterable[nn.Module], comm: Comm) -> None:
+    """ValueError on all ranks where one's weights, or its modules' order, are not rank 0's."""
     if comm.world_size == 1 or dist.get_backend() == "fake":  # a dry run has no values
         return
-    bits = [param.detach().float().view(torch.int32).sum() for param in model.parameters()]
+    params = [param.detach() for module in modules for param in module.parameters()]
+    bits = [param.float().view(torch.int32).sum() for param in params]
     mark = sum(place * int(of_param) for place, of_param in enumerate(bits, 1)) % 2**53
     marks = told(Comm(comm.native), [mark])  # another, that notes what it sends, need not see it
     if others := [rank for rank in range(comm.world_size) if marks[rank] != marks[0]]:
         raise ValueError(
             f"Rank {others[0]}'s weights differ from rank 0's: call torch.manual_seed(0) on every "
-            "rank before you make the model, or load the same weights."
+            "rank before you make the model, or load the same weights; and let units() return its "
+            "modules in the same order everywhere."
         )
 
 

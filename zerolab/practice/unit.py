@@ -176,7 +176,7 @@ def make_units(
     none of them, a model that has been given to a stage before, or one that ranks made otherwise.
     """
     expect_unwrapped(model)
-    expect_same_weights(model, comm)
+    expect_same_weights(modules := list(modules), comm)
     names = {id(param): name for name, param in model.named_parameters()}
     owner: dict[int, Unit] = {}
     needs: dict[nn.Module, list[Unit]] = {}
